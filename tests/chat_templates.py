@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tiny_text_model import tiny_tokenizer
+from tiny_text_model import tiny_text_model, tiny_tokenizer
 from tokenizers import processors
 
 CHATML = (
@@ -88,3 +88,11 @@ def reader(template: str | None, n_ctx: int = 4096) -> Any:
         prepends_bos=True,
         attached_kv_bias=None,
     )
+
+
+def chat_model(template: str = CHATML, **changes: Any) -> Any:
+    """A tiny model that reads chats; the BOS of ChatML begins a message."""
+    tokenizer = chat_tokenizer(template, "<|im_start|>" if template == CHATML else None)
+    model = tiny_text_model(n_ctx=256, d_vocab=len(tokenizer), **changes)
+    model.set_tokenizer(tokenizer)
+    return model

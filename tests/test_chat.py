@@ -7,9 +7,9 @@ import json
 import pandas as pd
 import pytest
 import torch
-from chat_templates import CHATML, GEMMA_3, MISTRAL, NO_SYSTEM, PHI_4, QWEN_3, TEMPLATES, chat_tokenizer, reader
+from chat_templates import CHATML, GEMMA_3, MISTRAL, NO_SYSTEM, PHI_4, QWEN_3, TEMPLATES, chat_model, chat_tokenizer, reader
 from tiny_hf import tiny_hf_model
-from tiny_text_model import tiny_text_model, tiny_tokenizer
+from tiny_text_model import tiny_tokenizer
 
 from kvlens import Chat, KVLensError, KVTransformerBridge, convert_prompt, counterfactuals
 from kvlens.analyses import Record, attribution_by_head, prompt_attribution, prompt_effect
@@ -159,13 +159,6 @@ def test_bad_messages(call, says):
 
 
 # --- models -----------------------------------------------------------------------------------------------------------------
-
-
-def chat_model(template=CHATML, **changes):
-    tokenizer = chat_tokenizer(template, "<|im_start|>" if template == CHATML else None)
-    model = tiny_text_model(n_ctx=256, d_vocab=len(tokenizer), **changes)
-    model.set_tokenizer(tokenizer)
-    return model
 
 
 @pytest.mark.parametrize("attention", ["linear", "softmax"])

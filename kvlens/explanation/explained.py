@@ -12,7 +12,6 @@ from torch import Tensor
 from kvlens.analyses.declaration import Columns
 from kvlens.explanation.presentation import explanation_view, in_words
 from kvlens.explanation.runs import Outcome
-from kvlens.texts import Response
 
 CLAIM_COLUMNS = Columns(
     claim=("int64", "from 0, in the response's order"),
@@ -87,7 +86,7 @@ class Explained:
     """What :func:`explain` found.
 
     Attributes:
-        asked: the text that is in no unit and follows them: the question, with a chat's marks.
+        always_there: what is in no unit, so that no run is without it, in words: the question, BOS, ...
         response: what the model answers.
         response_tokens: its tokens, [pos].
         cut_after: how many tokens these are where the model would have gone on; None where it ended by itself, and of a given
@@ -107,7 +106,7 @@ class Explained:
         left_out: what the budget left no room for.
     """
 
-    asked: str
+    always_there: tuple[str, ...]
     response: str
     response_tokens: Int[Tensor, " pos"]
     cut_after: int | None
@@ -146,10 +145,8 @@ class Explained:
 
     def to_json(self) -> str:
         """Return everything as JSON."""
-        plain = {
-            name: getattr(self, name)
-            for name in ("asked", "response", "cut_after", "about", "is_whole", "without", "n_layers", "n_tokens", "left_out")
-        }
+        names = "always_there response cut_after about is_whole without n_layers n_tokens left_out"
+        plain = {name: getattr(self, name) for name in names.split()}
         tables = {name: json.loads(table.to_json(orient="records")) for name, table in self.tables().items()}
         return json.dumps(
             plain | {"response_tokens": self.response_tokens.tolist()} | {"cause": list(self.cause)} | tables,
@@ -185,9 +182,8 @@ def found_by(
         positions: of each group that was exchanged.
     """
     statements = pd.DataFrame(explaining.rows)
-    behind = max(unit.stop for unit in explaining.units)
     return Explained(
-        asked=Response.of(explaining.model, explaining.prompt[:behind], explaining.prompt[behind:]).text,
+        always_there=explaining.read.always_there,
         response=explaining.response.text,
         response_tokens=explaining.response.tokens,
         cut_after=explaining.cut_after,

@@ -4,6 +4,8 @@ The page shows the response with its words shaded by how much they depend on the
 parts by what the claim loses without each; choosing a part shows what the model says without it. Below is a strip of layers.
 """
 
+import itertools
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -31,8 +33,10 @@ MEANINGS = (
     ("nats", "the log-probability of the words with the whole prompt, minus that without, the words before them given"),
 )
 """What the sentences' words mean."""
-MOST_NAMED = 3
-"""How many of the units or layers that lose a claim alone are described."""
+MOST_NAMED, MOST_LISTED = 3, 6
+"""How many of the units or layers that lose a claim alone are described, and how many names stand in a list."""
+READABLE = 1e-5
+"""The smallest probability that is written as a percentage, 0.001 %."""
 FULL_SHADE = 8.0
 """How many nats give a word or a unit the full color."""
 
@@ -55,14 +59,19 @@ def paragraphs(found: Any) -> list[list[PrintedSentence]]:
 
 
 def in_words(found: Any) -> str:
-    """The paragraphs as text, the response in front."""
+    """The paragraphs as text, the response in front, and what is always there."""
     texts = [" ".join(sentence.text for sentence in paragraph) for paragraph in paragraphs(found)]
-    return "\n\n".join([answered(found.response, found.cut_after), *texts])
+    return "\n\n".join([answered(found.response, found.cut_after), kept_in_words(found), *texts])
 
 
 def answered(response: str, cut_after: int | None, longest: int = LONGEST_SAID) -> str:
     """What the model answers, and whether it was cut off there."""
     return f"The model answers: {quoted(response, longest)}{cut_off(cut_after)}"
+
+
+def kept_in_words(found: Any) -> str:
+    """What no run of the explanation is without."""
+    return f"Always there: {listed(found.always_there)}."
 
 
 def cut_off(cut_after: int | None) -> str:
@@ -76,11 +85,18 @@ def quoted(text: str, longest: int = LONGEST_SAID) -> str:
     return f'"{line if len(line) <= longest else line[: longest - 1].rstrip() + "…"}"'
 
 
-def p_in_words(p: float) -> str:
+def odds(row: Any) -> str:
+    """What becomes of a claim's probability: in percent, or in nats where one of the two cannot be read or both look alike."""
+    before, after = map(_percent, (row.p_before, row.p_after))
+    if min(row.p_before, row.p_after) >= READABLE and before != after:
+        return f"{before} to {after}"
+    nats = round(float(row.nats), 1)
+    return f"it {'falls' if nats >= 0 else 'rises'} by {abs(nats):.1f} nats"
+
+
+def _percent(p: float) -> str:
     """A probability as people read it."""
-    if p >= 0.9995:
-        return "> 99.9 %"
-    return f"{100 * p:.3g} %" if p >= 5e-6 else "< 0.001 %"
+    return "> 99.9 %" if p >= 0.9995 else f"{100 * p:.3g} %"
 
 
 def listed(names: Iterable[object]) -> str:
@@ -94,12 +110,38 @@ def _ended(sentence: str) -> str:
     return sentence if sentence.endswith(('."', '!"', '?"')) else f"{sentence}."
 
 
-def _some(words: list[str]) -> str:
-    """List words in quotation marks, each once, at most six of them."""
+def _some(words: Iterable[str]) -> str:
+    """List words, each once, and at most `MOST_LISTED` of them."""
     words = list(dict.fromkeys(words))
-    n = len(words) - 6
+    n = len(words) - MOST_LISTED
     more = [f"{n} other{'s' if n > 1 else ''}"] if n > 0 else []
-    return listed([*map(repr, words[:6]), *more])
+    return listed([*words[:MOST_LISTED], *more])
+
+
+def _some_groups(names: Iterable[str]) -> str:
+    """List documents and paragraphs, numbered ones in a row together: ``paragraphs 1 to 20 of system``."""
+    found = []
+    for (noun, owner), each in itertools.groupby(map(_numbered, names), key=lambda name: name[:2]):
+        numbers = [number for *_, number in each if number is not None]
+        found.append(f"{noun}{'s' if len(numbers) > 1 else ''} {_ranges(numbers)}{owner}" if numbers else noun)
+    return _some(found)
+
+
+def _numbered(name: str) -> tuple[str, str, int | None]:
+    """``system, paragraph 3`` as ``paragraph``, ``of system`` and 3."""
+    found = re.fullmatch(r"(?:(.*), )?(paragraph|document) (\d+)", name)
+    return (found[2], f" of {found[1]}" if found[1] else "", int(found[3])) if found else (name, "", None)
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Numbers that grow, three or more in a row by their ends: ``1 to 3 and 5``."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return listed(each for run in runs for each in ([f"{run[0]} to {run[-1]}"] if len(run) > 2 else run))
 
 
 def unit_named(found: Any, number: int) -> str:
@@ -117,11 +159,10 @@ def outcome(named: str, row: Any) -> str:
     if said is not None:
         return said
     instead = "the model says something else" if not isinstance(row.says, str) else f"the model says {quoted(row.says)}"
-    p = f"({p_in_words(row.p_before)} to {p_in_words(row.p_after)})"
     if row.verdict == LOST:
-        return f"{instead}: {named} is lost {p}"
+        return f"{instead}: {named} is lost ({odds(row)})"
     if row.verdict == PARTLY:
-        return f"{instead}: of {named} only {_some(row.kept_words.split())} is left {p}"
+        return f"{instead}: of {named} only {_some(map(repr, row.kept_words.split()))} is left ({odds(row)})"
     if row.verdict == OTHER_WORDS:
         return f"{instead}: {named} is still said"
     return f"{instead}: it does not come to {named}, although that itself falls by only {max(row.nats, 0.0):.2g} nats"
@@ -153,9 +194,8 @@ def _of_units(found: Any) -> Iterator[PrintedSentence]:
     yield from _of_groups(found)
     if not found.cause:
         yield from _no_cause(found)
-        yield from _one_way(found)
         return
-    named = found.named
+    named, one_way = found.named, list(_one_way(found))
     breaking = found.rows("units", "breaking")
     kept, closed = breaking[breaking["gap"] == "kept"], breaking[breaking["gap"] == "closed"]
     for row in list(kept.itertuples())[:MOST_NAMED]:
@@ -169,11 +209,11 @@ def _of_units(found: Any) -> Iterator[PrintedSentence]:
         )
     if len(found.cause) > 1:
         each = found.rows("units", "each")
-        yield PrintedSentence("None of the parts loses it alone.", tuple(map(int, each.index)))
+        yield PrintedSentence(f"None of the parts loses it alone{_both_ways(one_way)}.", tuple(map(int, each.index)))
     for row in found.rows("units", "only").itertuples():
         those = "that part" if len(found.cause) == 1 else "those parts"
         yield PrintedSentence(_ended(f"With only {those} left, {outcome(named, row)}"), (int(row.Index),))
-    yield from _one_way(found)
+    yield from one_way
 
 
 def _of_groups(found: Any) -> Iterator[PrintedSentence]:
@@ -184,34 +224,41 @@ def _of_groups(found: Any) -> Iterator[PrintedSentence]:
     rows = found.rows("units", "group")
     members = {"+".join(map(str, units.index)): name for name, units in unopened.groupby("group", sort=False)}
     names = [members[parts] for parts in rows["parts"] if parts in members]
-    parts = f"The {len(unopened)} parts of {listed(names)} were" if len(unopened) > 1 else f"The part of {names[0]} was"
+    parts, were = (f"The {len(unopened)} parts", "were") if len(unopened) > 1 else ("The part", "was")
     without = f"any of these {len(names)} as a whole" if len(names) > 1 else "all of it"
     yield PrintedSentence(
-        f"{parts} not removed one by one: without {without}, the model answers as before, but for near ties.",
+        f"{parts} of {_some_groups(names)} {were} not removed one by one: without {without}, the model answers as before, but "
+        "for near ties.",
         tuple(map(int, rows.index[rows["parts"].isin(list(members))])),
     )
 
 
 def _one_way(found: Any) -> Iterator[PrintedSentence]:
-    """The sentence on units that lose the claim only while what follows stays where it stood."""
-    each = found.rows("units", "each")
-    kept = each[(each["gap"] == "kept") & each["verdict"].isin(GONE)]
-    closed = each[(each["gap"] == "closed") & ~each["verdict"].isin(GONE)]
-    both = kept.merge(closed.reset_index(), on="parts", suffixes=("", "_closed")).head(MOST_NAMED)
-    if len(both):
-        names = listed(unit_named(found, int(parts)) for parts in both["parts"])
-        rows = [*map(int, kept.index[kept["parts"].isin(both["parts"])]), *map(int, both["index"])]
-        is_lost = "it is lost, too," if found.cause else "it is lost"
-        yield PrintedSentence(
-            f"Without {names} {is_lost} but only while the gap is left, and not when it is closed: that is no cause here.",
-            tuple(rows),
-        )
+    """The sentence on units, or the smallest set of them, that lose the claim only while what follows stays where it stood."""
+    removed = found.rows("units", "each", "together").reset_index()
+    kept = removed[(removed["gap"] == "kept") & removed["verdict"].isin(GONE)]
+    closed = removed[(removed["gap"] == "closed") & ~removed["verdict"].isin(GONE)]
+    both = kept.merge(closed, on="parts", suffixes=("", "_closed")).drop_duplicates("parts")
+    if not len(both):
+        return
+    sizes = both["parts"].str.count(r"\+")
+    chosen = both[sizes == sizes.min()].head(1 if sizes.min() else MOST_NAMED)
+    units = [int(unit) for parts in chosen["parts"] for unit in parts.split("+")]
+    names = f"{listed(unit_named(found, unit) for unit in units)}{' together,' if sizes.min() else ''}"
+    is_lost = f"{'it' if found.cause else found.named} is lost{', too,' if found.cause else ''}"
+    yield PrintedSentence(
+        f"Without {names} {is_lost} but only while the gap is left, and not when it is closed: that is no cause here.",
+        tuple(map(int, [*chosen["index"], *chosen["index_closed"]])),
+    )
+
+
+def _both_ways(one_way: list[PrintedSentence]) -> str:
+    """What a sentence on parts that lose nothing adds where some of them do, while their gap is left."""
+    return " both with the gap left and with it closed" if one_way else ""
 
 
 def _no_cause(found: Any) -> Iterator[PrintedSentence]:
-    each = found.rows("units", "each")
-    tried = found.rows("units", "group", "each", "together")
-    groups = found.rows("units", "group")
+    each, groups, together = (found.rows("units", role) for role in ("each", "group", "together"))
     lost = groups[groups["verdict"].isin(GONE)]
     names = dict(zip(found.units["unit"].astype(str), found.units["group"], strict=True))
     for row in list(lost.itertuples())[:MOST_NAMED]:
@@ -219,15 +266,18 @@ def _no_cause(found: Any) -> Iterator[PrintedSentence]:
         yield PrintedSentence(_ended(text), (int(row.Index),))
     if not len(each):
         return
+    one_way = list(_one_way(found))
     which = " that was removed by itself" if len(lost) else ", no whole document or paragraph," if len(groups) else ""
-    most = "" if len(found.rows("units", "together")) == 0 else " and no set of up to five that was tried"
-    text = f"No part{which}{most} loses {found.named}, with the gap left and with it closed."
-    yield PrintedSentence(text, tuple(map(int, tried.index)))
-    row = each.loc[each["nats"].idxmax()]
-    name = unit_named(found, int(row.parts.split("+")[0]))
-    yield PrintedSentence(
-        _ended(f"It falls most, by {row.nats:.2g} nats, without {name}: {outcome(found.named, row)}"), (int(row.name),)
-    )
+    most = " and no set of up to five that was tried" if len(together) else ""
+    tried = [*groups.index, *each.index, *together.index]
+    text = f"No part{which}{most} loses {found.named}{_both_ways(one_way)}."
+    yield PrintedSentence(text, tuple(map(int, tried)))
+    yield from one_way
+    kept = each[each["gap"] == "kept"]
+    row = kept.loc[kept["nats"].idxmax()]
+    if row.nats > 0:
+        most = f"It falls most, by {row.nats:.2g} nats, without {unit_named(found, int(row.parts))}"
+        yield PrintedSentence(_ended(f"{most}: {outcome(found.named, row)}"), (int(row.name),))
 
 
 def _of_layers(found: Any) -> Iterator[PrintedSentence]:
@@ -294,8 +344,8 @@ def explanation_view(found: Any) -> Piece:
         found: a :class:`kvlens.explanation.Explained`.
     """
     told = "".join(
-        f'<p class="found">{html_text(" ".join(sentence.text for sentence in paragraph))}</p>'
-        for paragraph in paragraphs(found)
+        f'<p class="found">{html_text(text)}</p>'
+        for text in (kept_in_words(found), *(" ".join(each.text for each in paragraph) for paragraph in paragraphs(found)))
     )
     meanings = "".join(f"<dt>{html_text(word)}</dt><dd>{html_text(meaning)}</dd>" for word, meaning in MEANINGS)
     body = (
@@ -304,7 +354,8 @@ def explanation_view(found: Any) -> Piece:
         f'<div class="tokens response">{_response(found)}</div>'
         '<p class="note">The darker a word, the more of its log-probability is gone without the parts of the prompt. '
         f"Underlined: words that depend on them; choose one.</p>{told}"
-        f'<h3>The parts of the prompt, and what is lost without each</h3><div class="sources">{_units(found)}</div>'
+        f"<h3>The parts of the prompt, and what is lost without each</h3>{_without_numbers(found)}"
+        f'<div class="sources">{_units(found)}</div>'
         f'<p class="says" role="status"></p>{_strip(found)}{_positions(found)}'
         f"<details><summary>What the words mean</summary><dl>{meanings}</dl></details>"
         f"{data_script(_data(found))}</figure>"
@@ -331,6 +382,13 @@ def _response(found: Any) -> str:
         title = f"falls by {word.nats:.1f} nats without all parts"
         parts.append(f'<{tag}{of_claim} style="{_shade(word.nats)}" title="{title}">{html_text(word.text)}</{tag}>')
     return "".join(parts) + html_text(text[at:])
+
+
+def _without_numbers(found: Any) -> str:
+    """The note on parts that were not removed by themselves."""
+    if found.units["alone"].all():
+        return ""
+    return '<p class="note">Those without a number were removed only with their whole document or paragraph.</p>'
 
 
 def _units(found: Any) -> str:
@@ -365,13 +423,15 @@ def _entry(found: Any, named: str, unit: int, row: Any, is_cause: bool) -> dict[
         }
     group = found.units["group"][unit]
     says = f"{found.units['name'][unit]} was not removed by itself. {_says(f'all of {group}', named, row, False)}"
-    return {"nats": 0.0, "label": f"without all of {group}: {row.verdict}", "says": says}
+    is_first = unit == int(row.parts.split("+")[0])
+    label = f"without all of {group}: {row.verdict}" if is_first and row.verdict not in (SAME, NEAR_TIES) else ""
+    return {"nats": 0.0, "label": label, "says": says}
 
 
 def _says(unit: str, claim: str, row: Any, is_cause: bool) -> str:
     said = f"the model says {quoted(row.says, 600)}" if isinstance(row.says, str) else f"the model says the {row.verdict}"
     cause = " It is a cause: the claim is also lost when the gap is closed." if is_cause else ""
-    return f"Without {unit}, {said}. {claim}: {row.verdict}, {p_in_words(row.p_before)} to {p_in_words(row.p_after)}.{cause}"
+    return f"Without {unit}, {said}. {claim}: {row.verdict}, {odds(row)}.{cause}"
 
 
 def _strip(found: Any) -> str:

@@ -1,7 +1,7 @@
 """`explain`, which takes the eight steps of :mod:`kvlens.explanation`, and ``kvlens analyse explanation``, for many prompts."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -15,18 +15,20 @@ from kvlens.analyses.attribution.answers import BY
 from kvlens.analyses.declaration import Option, analysis
 from kvlens.analyses.segments import terminal_bar
 from kvlens.analyses.sequences import PromptTokens, TextTokens
-from kvlens.chat import Chat, as_prompt, one_sequence, prompt_layout
+from kvlens.chat import ROLES, Chat, as_prompt, one_sequence, prompt_layout
 from kvlens.checks import Count, checked
 from kvlens.errors import nearest
 from kvlens.explanation.by_unit import UnitGroup, UnitSearch, groups_of
 from kvlens.explanation.claims import DEPENDS, GONE, SAID, Claim, Verdict, claim_of, claims_of, content_words, verdict
 from kvlens.explanation.exchanges import MOST_LAYERS, Place, exchange_layers, exchange_positions, places_of
 from kvlens.explanation.explained import SEPARATOR, STATEMENT_COLUMNS, Explained, found_by
-from kvlens.explanation.presentation import answered, listed
+from kvlens.explanation.presentation import answered, listed, quoted
 from kvlens.explanation.runs import MORE_TOKENS, PASS, ExplanationProgress, Outcome, Runs
 from kvlens.texts import Response
-from kvlens.units import By, Unit, cut, positions_of
+from kvlens.units import By, Layout, Unit, begins_with_bos, cut, positions_of
 
+LONGEST_ASKED = 100
+"""Characters of the question, or of a text, by which it is named as always there."""
 MOST_TOKENS = 64
 """How many tokens the model writes at most when it answers."""
 Depth = Literal["units", "layers", "heads", "positions"]
@@ -129,12 +131,14 @@ class _Prompt:
         units: what is removed.
         groups: documents or paragraphs that are removed first; none where that does not pay.
         places: what each position belongs to.
+        always_there: what is in no unit, in words.
     """
 
     tokens: Tensor
     units: list[Unit]
     groups: list[UnitGroup]
     places: list[Place]
+    always_there: tuple[str, ...]
 
     @classmethod
     def of(cls, model: KVModel, prompt: Any, text: Any, by: By) -> "_Prompt":
@@ -154,7 +158,35 @@ class _Prompt:
             raise KVLensError(
                 "text: the prompt's last token belongs to a unit; give what follows it, such as the question, as text="
             )
-        return cls(tokens, units, groups_of(model, layout, units), places_of(layout, len(tokens)))
+        rest = tuple(_always_there(model, layout, isinstance(by, str), tokens[len(layout.tokens) :]))
+        return cls(tokens, units, groups_of(model, layout, units), places_of(layout, len(tokens)), rest)
+
+
+def _always_there(model: KVModel, layout: Layout, is_cut: bool, text: Tensor) -> Iterator[str]:
+    """What is in no unit, in words.
+
+    Args:
+        layout: the prompt.
+        is_cut: whether the whole of it was cut into units; otherwise these were given, and the rest is in none.
+        text: what follows it.
+    """
+    is_chat = any(piece.name for piece in [*layout.pieces, *layout.asked])
+    if not is_cut:
+        yield "the rest of the prompt"
+    else:
+        for asked in layout.asked:
+            yield f"the question ({quoted(layout.text[asked.start : asked.stop], LONGEST_ASKED)})"
+        documents = [piece for piece in layout.pieces if piece.name.split(" ")[0] not in ROLES]
+        n_named = sum(layout.text[: piece.start].endswith(f"{piece.name}:\n") for piece in documents)
+        if n_named:
+            yield "the document's name" if n_named == 1 else "the documents' names"
+    if len(text):
+        said = quoted(Response.of(model, layout.tokens, text).text, LONGEST_ASKED)
+        yield f"{'the beginning of the answer' if is_chat else 'the text'} ({said})"
+    if is_cut and is_chat:
+        yield "what the chat template writes"
+    elif is_cut and begins_with_bos(model, layout.tokens):
+        yield "the begin-of-text token (BOS)"
 
 
 @dataclass
@@ -185,7 +217,7 @@ class _Explaining:
         if self.budget is not None and self.budget < least:
             raise KVLensError(
                 f"budget: removing each of the {len(search.first)} {search.noun} once reads up to {least:,} tokens, and "
-                f"{self.budget:,} are allowed; give more, or larger units (by='paragraph')"
+                f"{self.budget:,} are allowed; give more, or larger units (by: paragraph)"
             )
         n, n_layers = len(self.prompt), self.runs.bias.n_layers
         later = (len(search.first) + 3) * n // 2 + (0 if self.depth == "units" else (n_layers + 15) * 2 * MORE_TOKENS)

@@ -13,7 +13,7 @@ from rich.text import Text
 from kvlens.checks import checked
 from kvlens.explanation import Explained, paragraphs
 from kvlens.explanation.exchanges import POSITION_GROUPS
-from kvlens.explanation.presentation import MEANINGS, answered
+from kvlens.explanation.presentation import MEANINGS, answered, kept_in_words
 from kvlens.report.build import ABLATION, HEAD_MEASURES, Report, ranked_heads
 from kvlens.report.summary import SHOWN_CONDITIONS, continuation_in_a_sentence, heads_in_words
 from kvlens.terminal import WIDTH, make_console, visible
@@ -260,6 +260,7 @@ def print_explanation(found: Explained) -> None:
     """Print it, 80 columns wide."""
     console = make_console()
     console.print(_wrapped(answered(found.response, found.cut_after, 2000)), style="bold", end="\n\n")
+    console.print(_wrapped(kept_in_words(found)), end="\n\n")
     for paragraph in paragraphs(found):
         console.print(_wrapped(" ".join(sentence.text for sentence in paragraph)), end="\n\n")
     console.print(_lost_by_unit(found))

@@ -15,7 +15,7 @@ from kvlens.explanation.by_unit import UnitGroup, UnitSearch, groups_of
 from kvlens.explanation.claims import FIRM, claim_of, claims_of, content_words, normal, verdict, walk
 from kvlens.explanation.context_or_memory import StatedFact, context_or_memory, origin_of
 from kvlens.explanation.exchanges import places_of, position_groups
-from kvlens.explanation.presentation import _data
+from kvlens.explanation.presentation import _data, _some_groups
 from kvlens.explanation.runs import ExplanationProgress
 from kvlens.texts import WORD, Response, Word, _words
 from kvlens.units import Layout, Passage, cut, layout_of_tokens
@@ -217,6 +217,8 @@ def test_a_unit_is_removed_by_itself_only_where_its_document_matters(model, in_p
     assert "The 2 parts of document 0 were not removed one by one" in str(found)
     (of_the_claim,) = _data(found)["claims"]
     assert ["was not removed by itself" in row["says"] for row in of_the_claim] == [True, True, False, False]
+    assert [bool(row["label"]) for row in of_the_claim] == [False, False, True, True]
+    assert explanation_view(found).body.count("removed only with their whole document or paragraph") == 1
 
 
 def test_a_fact_that_stands_in_two_documents_gives_the_pair(model, in_pairs):
@@ -238,6 +240,22 @@ def test_a_budget_may_have_no_room_for_the_units_of_a_document(model, in_pairs):
         "The 2 parts of document 0 were not removed one by one" in text and "Without all of document 1, the model says" in text
     )
     assert "No part that was removed by itself" not in text  # none was
+    (of_the_claim,) = _data(found)["claims"]
+    assert [row["label"] for row in of_the_claim] == ["", "", "without all of document 1: lost", ""]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ([f"system, paragraph {i}" for i in range(1, 21)], "paragraphs 1 to 20 of system"),
+        (["paragraph 1", "paragraph 2", "paragraph 4"], "paragraphs 1, 2 and 4"),
+        (["a.txt, paragraph 3", "b.txt, paragraph 3"], "paragraph 3 of a.txt and paragraph 3 of b.txt"),
+        (["document 1", "document 2", "document 3", "system"], "documents 1 to 3 and system"),
+        ([f"{i}.txt" for i in range(20)], "0.txt, 1.txt, 2.txt, 3.txt, 4.txt, 5.txt and 14 others"),
+    ],
+)
+def test_many_documents_and_paragraphs_are_named_together(names, said):
+    assert _some_groups(names) == said
 
 
 def layout_of(model, text, pieces):

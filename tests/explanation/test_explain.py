@@ -3,13 +3,17 @@
 Where a prompt is read: exchanges by another way, and shares over cases by hand.
 """
 
+import dataclasses
 import json
 import math
+from html import unescape
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
+from chat_templates import chat_model
 from kvlens.analyses.bias.exchange import HeadExchange, in_one_space
 from precision import LAW, relative_error
 from small_models import row_of
@@ -19,6 +23,7 @@ import kvlens
 from kvlens import KVLensError, convert_prompt, counterfactuals, logits_after
 from kvlens.analyses import reading_layers, reading_shares, reading_stability
 from kvlens.explanation import explanation_view, paragraphs, runs
+from kvlens.explanation.presentation import _says, outcome
 from kvlens.explanation.reading import wilson
 from kvlens.report.printed import print_explanation
 
@@ -160,6 +165,88 @@ def test_an_answer_that_would_go_on_is_marked_as_cut_off(found, monkeypatch, cap
         assert text.startswith(f'The model answers: "{cut.response}" (cut off after 1 tokens)')
     assert "<figcaption>The model answers (cut off after 1 tokens)</figcaption>" in explanation_view(cut).body
     assert kvlens.explain(model, STORY, QUESTION, answer=" parrot", depth="units").cut_after is None
+
+
+def test_what_is_always_there_is_said(found, capsys):
+    """In the text, the page, the terminal and JSON; parts that are given leave the rest of the prompt."""
+    line = f'Always there: the text ("{QUESTION.strip()}") and the begin-of-text token (BOS).'
+    print_explanation(found)
+    terminal = " ".join(capsys.readouterr().out.split())
+    assert f"\n\n{line}\n\n" in str(found) and line in terminal and line in unescape(explanation_view(found).body)
+    assert json.loads(found.to_json())["always_there"] == list(found.always_there)
+    model = kvlens.load("facts-gpt2")
+    given = kvlens.explain(model, STORY, QUESTION, by=["goat", "donkey"], depth="units")
+    assert "Always there: the rest of the prompt and the text (" in str(given)
+
+
+def test_what_is_always_there_in_a_chat():
+    model, asked = chat_model(), kvlens.Chat.ask("Return the widget?", {"a.txt": PROMPT})
+    names = kvlens.explain(model, asked, depth="units").always_there
+    assert names == ('the question ("Return the widget?")', "the document's name", "what the chat template writes")
+    messages = [{"role": "system", "content": PROMPT}, {"role": "user", "content": f"Is {'the widget ' * 20}purple?"}]
+    question, begun, template = kvlens.explain(model, messages, " green", depth="units").always_there
+    assert question.startswith('the question ("Is the widget') and question.endswith('…")') and len(question) < 120
+    assert begun == 'the beginning of the answer ("green")' and template == names[-1]
+
+
+def without_a_cause(verdicts):
+    """An explanation whose units are said to have these verdicts, with the gap kept and closed, and no cause."""
+    found = kvlens.explain(kvlens.load("facts-gpt2"), STORY, QUESTION, depth="units")
+    row = found.rows("units", "each").iloc[0]
+    rows = [
+        {**row, "parts": parts, "role": role, "gap": gap, "verdict": verdict, "nats": 1.0}
+        for parts, role, gap, verdict in verdicts
+    ]
+    statements = pd.concat([found.statements.query("role == 'none'"), pd.DataFrame(rows)], ignore_index=True)
+    return dataclasses.replace(found, statements=statements, cause=())
+
+
+EACH = [(str(unit), "each", "kept", "same words") for unit in range(3)]
+ONE_WAY = [("0", "each", "kept", "lost"), ("0", "each", "closed", "same words"), *EACH[1:]]
+TOGETHER = [
+    *EACH,
+    ("0+1", "together", "kept", "lost"),
+    ("0+1", "each", "closed", "same words"),
+    ("0+2", "together", "kept", "same words"),
+]
+
+
+@pytest.mark.parametrize(
+    "verdicts", [EACH, ONE_WAY, TOGETHER], ids=["nothing is lost", "one part, one way", "two parts, one way"]
+)
+def test_no_sentence_denies_a_run_that_lost_the_claim(verdicts):
+    """That no part loses it is said only where no run did; otherwise that none did both ways, and then which did."""
+    found = without_a_cause(verdicts)
+    first, *rest = [sentence for paragraph in paragraphs(found)[1:] for sentence in paragraph]
+    is_lost = found.statements.loc[list(first.rows), "verdict"].eq("lost").any()
+    assert first.text.startswith("No part") and is_lost == (verdicts is not EACH)
+    assert (
+        ("both with the gap left and with it closed" in first.text) == is_lost == ("only while the gap is left" in rest[0].text)
+    )
+    assert "set of up to five" in first.text or verdicts is not TOGETHER
+    if is_lost:
+        units = [int(part) for part in ("0+1" if verdicts is TOGETHER else "0").split("+")]
+        assert rest[0].text.startswith(f"Without {' and '.join(found.units['name'][unit] for unit in units[:1])} (")
+        assert found.statements.loc[list(rest[0].rows), "verdict"].tolist() == ["lost", "same words"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (0.894, 2.79e-4, "89.4 % to 0.0279 %"),
+        (0.9999, 2e-5, "> 99.9 % to 0.002 %"),
+        (0.975, 6.6e-7, "it falls by 14.2 nats"),
+        (1e-12, 1e-30, "it falls by 41.4 nats"),
+        (1e-12, 2e-12, "it rises by 0.7 nats"),
+        (0.9997, 0.9996, "it falls by 0.0 nats"),
+    ],
+)
+def test_a_probability_that_cannot_be_read_is_given_in_nats(before, after, words):
+    row = SimpleNamespace(
+        p_before=before, p_after=after, nats=math.log(before / after), says="x", verdict="lost", kept_words=""
+    )
+    assert outcome("'a'", row) == f"the model says \"x\": 'a' is lost ({words})"
+    assert _says("sentence 1", "'a'", row, False).endswith(f"'a': lost, {words}.")
 
 
 def test_a_page_and_json_hold_everything(found):
