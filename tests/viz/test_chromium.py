@@ -276,6 +276,35 @@ def test_one_selection_is_shared_by_all_figures_and_stands_in_the_address(page, 
     assert 'data-chosen="text ' in opened  # an anchor selects nothing
 
 
+def test_nothing_runs_over_the_margin_of_a_narrow_screen(tmp_path):
+    """In a frame, as the browser's own window has at least 500 pixels. Only what scrolls by itself may be wider than the page,
+    and a map of nine heads need not."""
+    model = tiny_text_model(d_model=18, d_head=2, n_heads=9)
+    page = build_page(build_report(model, PROMPT, TEXT, model_name="tiny", new_tokens=3)).to_html()
+    look = """
+        const turn = new MessageChannel(); // turns of the event loop, which use none of the virtual time
+        turn.port1.onmessage = () => {
+            const inside = document.querySelector("iframe").contentWindow, { document: shown } = inside;
+            if (!shown.querySelector(".detail canvas")) return turn.port2.postMessage(0);
+            const main = shown.querySelector("main"), style = inside.getComputedStyle(main);
+            const edge = main.getBoundingClientRect().right - parseFloat(style.paddingRight);
+            const clips = (node) => inside.getComputedStyle(node).overflowX !== "visible";
+            const scrolls = (node) => node !== main && (clips(node) || scrolls(node.parentElement));
+            const over = [...main.querySelectorAll("*")]
+                .filter((node) => node.getBoundingClientRect().right > edge + 0.5 && !scrolls(node.parentElement));
+            const map = shown.querySelector('[data-kvlens="heat-map"] .scroll');
+            const widths = [inside.innerWidth, shown.documentElement.scrollWidth, map.scrollWidth - map.clientWidth];
+            document.title = JSON.stringify([...widths, over.map((node) => `${node.tagName} ${node.className}`)]);
+        };
+        addEventListener("load", () => turn.port2.postMessage(0));
+    """
+    frame = f'<iframe style="width:400px;height:1600px;border:0" srcdoc="{html.escape(page)}"></iframe>'
+    seen = visit(f"<!DOCTYPE html><title>start</title><body>{frame}<script>{look}</script></body>", tmp_path)
+    (found,) = re.findall("<title>(.*?)</title>", seen.dom)
+    width, page_width, hidden_of_map, over = json.loads(html.unescape(found))
+    assert width == 400 >= page_width and hidden_of_map == 0 and over == []
+
+
 def test_figures_are_saved_and_copied_as_they_are_shown(page, tmp_path):
     clicks = """
         const saved = {}, copied = [];

@@ -186,7 +186,8 @@ const KVLENS = (() => {
     };
     const isKnown = (button) => known(button.dataset.layer, button.dataset.head);
     roving(heads, map.querySelectorAll("thead th").length - 1, (i) => isKnown(heads[i]) && pick(heads[i].dataset), null);
-    const strength = (button) => (isKnown(button) ? parseFloat(button.style.getPropertyValue("--x")) || 0 : -1);
+    const mayBeFirst = (button) => isKnown(button) && !button.classList.contains("negative");
+    const strength = (button) => (mayBeFirst(button) ? parseFloat(button.style.getPropertyValue("--x")) || 0 : -1);
     const first = heads.reduce((a, b) => (strength(b) > strength(a) ? b : a));
     const follow = ({ head = "" }) => {
       const [layer, index] = head.split(".");
