@@ -26,7 +26,7 @@ TABLES = (
 )
 FILES = {"summary.json", "bias.safetensors", "report.html", *(f"{name}.parquet" for name in TABLES)}
 
-ANSWER = {f"answer_{name}.parquet" for name in ("claims", "units", "effects", "words", "statements")}
+ANSWER = {f"answer_{name}.parquet" for name in ("claims", "units", "effects", "words", "statements", "heads")}
 """Those of them that have rows."""
 BARE = ("--by", "none")  # without the explanation, which takes most of the time
 

@@ -103,6 +103,22 @@ def given_chat(args: argparse.Namespace) -> "Chat | None":
     return Chat.ask(asked["--question"], documents, asked["--system"])
 
 
+def check_parts(args: argparse.Namespace, model: Any, prompt: "str | Chat") -> None:
+    """Raise KVLensError, in the words of the command line, where a chat is only a question, and nothing can be removed."""
+    if isinstance(prompt, str) or prompt.layout(model).pieces:
+        return
+    if args.messages is None:
+        raise KVLensError(
+            "--question: it alone is given, and is always there, so that no part of the prompt can be removed; give what it is "
+            "about, as --document FILE or --system TEXT"
+        )
+    skip = "; --by none makes a report without an explanation" if args.command == "report" else ""
+    raise KVLensError(
+        f"--messages: the chat of {args.messages} is only a question, which is always there, so that no part of it can be "
+        f"removed; write what the question is about in front of it, or into another message{skip}"
+    )
+
+
 def _json(what: str, file: str) -> Any:
     text = str(_given(None, file, what))
     try:
@@ -111,8 +127,8 @@ def _json(what: str, file: str) -> Any:
         raise KVLensError(f"--{what}: {file} is not JSON ({error}); write a list of messages to it") from error
 
 
-def model_and_texts(args: argparse.Namespace) -> "tuple[str, str | Chat, str]":
-    """The model's name, the prompt and the text: those of the built-in example where they are not given.
+def model_and_texts(args: argparse.Namespace) -> "tuple[str, str | Chat, str | None]":
+    """The model's name, the prompt and the text: those of the built-in example where neither is given.
 
     Raises:
         KVLensError: no such model; prompt and text as in :func:`given_prompt_and_text`.
@@ -123,8 +139,8 @@ def model_and_texts(args: argparse.Namespace) -> "tuple[str, str | Chat, str]":
     return name, *(given or example_for(name))
 
 
-def given_prompt_and_text(args: argparse.Namespace) -> "tuple[str | Chat, str] | None":
-    """Read both, or None if neither was given.
+def given_prompt_and_text(args: argparse.Namespace) -> "tuple[str | Chat, str | None] | None":
+    """Read both, or None if neither was given. A chat needs no text.
 
     Raises:
         KVLensError: only one of them, an empty one, one given both as argument and as file, a file that cannot be read.
@@ -136,12 +152,12 @@ def given_prompt_and_text(args: argparse.Namespace) -> "tuple[str | Chat, str] |
     text = _given(args.text, args.text_file, "text")
     if prompt is None and text is None:
         return None
-    if prompt is None or text is None:
+    if prompt is None or (text is None and chat is None):
         missing = "--prompt" if prompt is None else "--text"
         raise KVLensError(f"{missing} is missing: give both a prompt and a text, or neither for the built-in example")
     for what, value in (("--prompt", prompt), ("--text", text)):
         if not isinstance(value, str):
-            continue  # a chat, checked already
+            continue  # a chat, checked already, or no text behind it
         if not value:
             raise KVLensError(f"{what} is empty; give at least one character")
         check_characters(what, value)
@@ -226,6 +242,7 @@ def _explain(args: argparse.Namespace) -> int:
 
         check_device("--device", args.device)
         model = load(name, tokenizer=args.tokenizer, device=args.device, download=args.download)
+        check_parts(args, model, prompt)
         options: dict[str, Any] = dict(about=args.about, answer=args.answer, by=args.by, depth=args.depth, budget=args.budget)
         found = explain(model, prompt, text, on_progress=tell, on_found=tell.say, **options)
         if args.out is not None:
@@ -260,7 +277,11 @@ def add_report(commands: Any) -> None:
         allow_abbrev=False,
     )
     add_texts_and_model(report, "the text after the prompt, on which predictions are compared; it is tokenized separately")
-    report.add_argument("--messages", metavar="FILE", help=f"in place of a prompt: {MESSAGES_HELP}")
+    report.add_argument(
+        "--messages",
+        metavar="FILE",
+        help=f"in place of a prompt: {MESSAGES_HELP}; without --text predictions are compared on the answer",
+    )
     softmax = report.add_argument_group(
         "options for softmax models",
         "Without them every key of the prompt is kept, which is exact. Models with linear attention are always exact.",
@@ -347,6 +368,8 @@ def _report(args: argparse.Namespace) -> int:
         check_device("--device", args.device)
         method = _method(args)
         model = load(name, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
+        if args.by != "none":
+            check_parts(args, model, prompt)
         if args.method not in (None, "exact") and model.cfg.attention == "linear":
             raise KVLensError(f"--method {args.method} is for softmax attention; with linear attention the conversion is exact")
 

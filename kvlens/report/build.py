@@ -37,6 +37,8 @@ from kvlens.checks import Count, checked
 from kvlens.conversion import ConversionMethod, Exact, convert_prompt
 from kvlens.errors import IndirectHeads, KVLensError
 from kvlens.explanation import Explained, explain
+from kvlens.explanation.runs import responses
+from kvlens.explanation.steps import MOST_TOKENS
 from kvlens.kv_bias import KVBias
 from kvlens.model import KVModel
 from kvlens.model.transformer import TEMPERATURE
@@ -90,7 +92,8 @@ class Report:
             and ``generated``: one row per condition and generated token, with its ``position`` from 0, ``token_id`` and
             ``token``. With ``dual`` also ``dual_losses`` of the text's tokens and ``dual_demonstrations`` of the last of them,
             the prompt's tokens being the demonstrations of all. With an explanation the
-            tables of :class:`kvlens.explanation.Explained`, as ``answer_statements`` and so on.
+            tables of :class:`kvlens.explanation.Explained`, as ``answer_statements`` and so on, and ``answer_heads``: how many
+            ``nats`` the heading claim falls by when a head reads nothing of the prompt but BOS.
         bias: the converted prompt.
         heads: what each head attends to, for the page; None where the model's front end does not show it.
         linked: who reads which prompt token for which text token, for the page; None likewise.
@@ -110,16 +113,29 @@ class Report:
     missing: dict[str, str] = field(default_factory=dict)
 
 
+def ranking(report: Report) -> str:
+    """What heads are ranked by, as pages call it: the effect on the answer; on the text, if nothing was explained."""
+    return ABLATION if report.explained is None else answer_effect(report.explained)
+
+
+def answer_effect(explained: Explained) -> str:
+    """What pages call the effect of a head on the answer."""
+    return f"what {explained.named} loses without the head, nats"
+
+
 def ranked_heads(report: Report) -> pd.DataFrame:
-    """The heads, by the KL divergence of the predictions when a head has BOS's part of the bias alone."""
-    return report.tables["bias_by_head"].rename(columns=HEAD_MEASURES).sort_values(ABLATION, ascending=False, kind="stable")
+    """The heads, those first without which most is lost: which read nothing of the prompt then but BOS."""
+    heads = report.tables["bias_by_head"].rename(columns=HEAD_MEASURES)
+    if report.explained is not None:
+        heads.insert(2, ranking(report), report.tables["answer_heads"]["nats"])
+    return heads.sort_values(ranking(report), ascending=False, kind="stable")
 
 
 @checked
 def build_report(
     model: KVModel,
     prompt: str | Chat | list[dict[str, str]],
-    text: str,
+    text: str | None = None,
     *,
     model_name: str | None = None,
     new_tokens: Count | None = None,
@@ -138,7 +154,8 @@ def build_report(
         model: with a tokenizer, of either front end; no bias may be attached to it. What does not run on KVTransformerBridge is
             left out of the page and the tables, and the page says why.
         prompt: not empty; it gets a BOS by the model's default; or a chat, or its list of messages.
-        text: not empty; tokenized separately, without BOS.
+        text: not empty; tokenized separately, without BOS. Behind a chat it may be None: the text is then the prompt's last
+            token and the answer, the model's own unless one is given.
         model_name: the model's name in the report; None takes that of the configuration.
         new_tokens: how many tokens to generate in each condition; None generates 40, or as many as ``n_ctx`` has room for.
         temperature: 0 generates greedily; above 0 samples, with the same random numbers in the three conditions.
@@ -168,9 +185,13 @@ def build_report(
     given = as_prompt(prompt)
     is_chat = isinstance(given, Chat)
     prompt_tokens = one_sequence(model, "prompt", given, prepend_bos=model.prepends_bos)
-    cut_from = given if is_chat else prompt_tokens
-    text_tokens = one_sequence(model, "text", text)
-    new_tokens = _check_lengths(model, len(prompt_tokens), len(text_tokens), new_tokens)
+    cut_from, continued = given if is_chat else prompt_tokens, None if text is None else one_sequence(model, "text", text)
+    if continued is None:
+        prompt_tokens, text_tokens = _with_answer(model, prompt_tokens, answer, is_chat)
+        begun = text_tokens[:1]
+    else:
+        begun = text_tokens = continued
+    new_tokens = _check_lengths(model, len(prompt_tokens), len(begun), new_tokens)
     if dual:
         check_front_end("dual_losses", model)
         _check_dual_length(model, len(prompt_tokens))
@@ -206,8 +227,8 @@ def build_report(
     generated = {}
     for i, condition in enumerate(SHOWN_CONDITIONS):
         tell(f"generating, {condition.replace('_', ' ')}", 0.32 + 0.08 * i / 3)
-        generated[condition] = _generate(model, condition, prompt_tokens, text_tokens, bias, new_tokens, temperature, seed)
-    written = _generated_table(model, text_tokens, generated)
+        generated[condition] = _generate(model, condition, prompt_tokens, begun, bias, new_tokens, temperature, seed)
+    written = _generated_table(model, begun, generated)
     summary = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -215,9 +236,11 @@ def build_report(
         "versions": versions(),
         "model": model_facts(model, model_name),
         "prompt": {"text": given.text(model) if is_chat else given, "n_tokens": len(prompt_tokens)},
-        "text": {"text": text, "n_tokens": len(text_tokens)},
+        "text": {"text": text or joined(token_texts(model, text_tokens)), "n_tokens": len(text_tokens)},
         "answer": None,
-        "continuation": continuation_figures(model, text_tokens, {name: reading.logits for name, reading in readings.items()}),
+        "continuation": continuation_figures(
+            model, begun, {name: reading.logits[: len(begun)] for name, reading in readings.items()}
+        ),
         "conversion": conversion_figures(bias, errors),
         "prompt_effect": effect_figures(effect),
         "notes": notes_on(model, prompt_tokens, effect, bias),
@@ -232,6 +255,7 @@ def build_report(
         "generation": {
             "method": "greedy" if temperature == 0 else f"sampled at temperature {temperature:g}, seed {seed}",
             "new_tokens": new_tokens,
+            "begun": text or joined(token_texts(model, begun)),
             "converted_equals_with_prompt": bool(torch.equal(generated["converted"], generated["with_prompt"])),
             **{condition: joined(rows["token"]) for condition, rows in written.groupby("condition")},
         },
@@ -252,27 +276,53 @@ def build_report(
         tables |= _dual_tables(model, prompt_tokens, text_tokens)
         steps = tables["dual_losses"].groupby(["layer", "head"], as_index=False)[["log_loss_drop", "step_share"]].mean()
         dual_steps = {name: _by_head(steps, column, bias) for name, column in DUAL_COLORINGS.items()}
-    explained = None
+    explained, colorings = None, {}
     if by is not None:
         explained = explain(
             model,
             cut_from,
-            text_tokens,
+            continued,
             about=about,
             answer=answer,
             by=by,
             on_progress=lambda what, done: tell(what, 0.4 + done / 2),
         )
         tables |= {f"answer_{name}": table for name, table in explained.tables().items() if len(table)}
+        tables["answer_heads"] = _answer_heads(model, prompt_tokens, begun, bias, by_head, explained)
         summary["answer"] = answer_figures(explained)
+        colorings = {answer_effect(explained): _by_head(tables["answer_heads"], "nats", bias)}
     linked = None
     if "linked_shares" not in missing:
-        colorings = {ABLATION: _by_head(by_head, "ablation_kl", bias), **dual_steps}
+        colorings |= {ABLATION: _by_head(by_head, "ablation_kl", bias), **dual_steps}
         with telling(part("linking prompt and text", 0.92, 1.0)):
             linked = linked_shares(
                 *sequences, bias=bias, colorings=colorings, without_zero=["dual loss drop (log)"], readings=readings
             )
     return Report(summary, tables, bias, heads, linked, _bias_share(model, bias, text_tokens), explained, missing)
+
+
+def _with_answer(model: KVModel, prompt: Tensor, answer: str | None, is_chat: bool) -> tuple[Tensor, Tensor]:
+    """A chat without its last token, and that token with the answer, which reads it; the model's own unless one is given."""
+    if not is_chat:
+        raise KVLensError("text: a prompt that is no chat needs a text behind it, on which the predictions are compared")
+    room = model.cfg.n_ctx - len(prompt) if model.cfg.has_position_limit else MOST_TOKENS
+    said = responses(model, [prompt], min(MOST_TOKENS, room))[0] if answer is None else one_sequence(model, "answer", answer)
+    return prompt[:-1], torch.cat([prompt[-1:], torch.as_tensor(said, device=prompt.device)])
+
+
+def _answer_heads(
+    model: KVModel, prompt: Tensor, begun: Tensor, bias: KVBias, by_head: pd.DataFrame, explained: Explained
+) -> pd.DataFrame:
+    """What the heading claim loses when a head reads nothing of the prompt but BOS."""
+    claim, heads = explained.claims.iloc[explained.about], by_head[["layer", "head"]]
+    removals = [[pair] for pair in heads.itertuples(index=False, name=None)]
+
+    def loss(n: int) -> pd.Series:
+        """By which the loss rises, of the answer's first n tokens together with the text's before."""
+        text = torch.cat([begun, explained.response_tokens[:n]])
+        return (len(text) - 1) * baseline_ablation(model, prompt, text, removals, bias=bias)["loss_change"].fillna(0.0)
+
+    return heads.assign(nats=loss(int(claim["stop"])) - loss(int(claim["start"])))
 
 
 def _bias_share(model: KVModel, bias: KVBias, text: Tensor) -> Tensor:

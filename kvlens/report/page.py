@@ -18,7 +18,7 @@ from kvlens.explanation import Explained, explanation_view
 from kvlens.files import plain, write_folder
 from kvlens.files.parquet import table_bytes
 from kvlens.model import KVModel
-from kvlens.report.build import ABLATION, HEAD_MEASURES, MOST_EXPLAINED, Report, ranked_heads
+from kvlens.report.build import ABLATION, HEAD_MEASURES, MOST_EXPLAINED, Report, ranked_heads, ranking
 from kvlens.report.example import EXPLANATION_FOLDER, FORMAT_OF_EXPLANATION, REPORT_FOLDER, REPORT_SUMMARY
 from kvlens.report.summary import (
     SHOWN_CONDITIONS,
@@ -26,6 +26,7 @@ from kvlens.report.summary import (
     continuation_in_a_sentence,
     heads_in_words,
     model_facts,
+    name_of_text,
     versions,
 )
 from kvlens.viz import (
@@ -50,9 +51,10 @@ TOP_HEADS = 12
 """Number of heads in the circuitsvis view."""
 TOP_PLACES = 5
 CONVERTED = "The prompt's conversion into a KV bias (numbers in each attention head that take the prompt's place) is"
+WITHOUT_A_HEAD = "Without a head means that it reads nothing of the prompt but BOS; effects of several heads do not add up. "
 ABOUT_HEADS = (
-    f"{ABLATION}: KL divergence of the predictions on the text when the head reads nothing of the prompt but BOS; effects of "
-    "several heads do not add up. Choose a head in the map to see its attention pattern and its prompt tokens."
+    f"{ABLATION}: KL divergence of the predictions on the text. {WITHOUT_A_HEAD}Choose a head in the map to see its attention "
+    "pattern and its prompt tokens."
 )
 LONGEST_NAME = 120
 OF_LAYER = "KL without the layer's heads, nats"
@@ -77,10 +79,11 @@ def build_page(report: Report) -> Page:
         "Generated text", f"{summary['generation']['method'].capitalize()}; differences from the first text are marked."
     )
     page.add(_generated(summary))
-    ranked = ranked_heads(report)
-    page.section("Heads", ABOUT_HEADS)
-    page.add(_head_table(ranked))
-    page.add(head_heatmap(ranked, ABLATION, details=report.heads, title="map of heads"))
+    ranked, by = ranked_heads(report), ranking(report)
+    order = "" if by == ABLATION else "Ordered by their effect on the answer, which need not be that on the text. "
+    page.section("Heads", order + ABOUT_HEADS)
+    page.add(_head_table(ranked, by))
+    page.add(head_heatmap(ranked, by, details=report.heads, title="map of heads"))
     layers = tables["bias_by_layer"].rename(columns={"ablation_kl": OF_LAYER})
     page.add(contribution_bars(layers, OF_LAYER, title="layers, all heads of one together"))
     page.section(
@@ -140,16 +143,16 @@ def _not_explained(summary: dict[str, Any]) -> str:
     return "Which part of the prompt led to the answer was not computed for this report; kvlens explain computes it."
 
 
-def _head_table(ranked: pd.DataFrame) -> Piece:
+def _head_table(ranked: pd.DataFrame, by: str) -> Piece:
     share = HEAD_MEASURES["bias_share"]
     shown = pd.DataFrame(
         {
             "head": [f"L{row.layer}H{row.head}" for row in ranked[["layer", "head"]].itertuples()],
-            ABLATION: [_small(x) for x in ranked[ABLATION]],
+            **{measure: [_small(x) for x in ranked[measure]] for measure in dict.fromkeys((by, ABLATION))},
             share: [percent(x).replace(" ", "\u00a0") for x in ranked[share]],
         }
     )
-    return error_table(shown, title=f"heads, the largest first: {ABLATION}", max_rows=TOP_HEADS)
+    return error_table(shown, title=f"heads, the largest first: {by}", max_rows=TOP_HEADS)
 
 
 def _small(value: float) -> str:
@@ -185,11 +188,12 @@ def _short(name: str) -> str:
 
 
 def _subtitle(summary: dict[str, Any]) -> str:
-    model = summary["model"]
+    model, name = summary["model"], name_of_text(summary)
     return (
         f"{model['n_layers']} layers of {heads_in_words(model)} heads, {model['n_parameters']:,} parameters, {model['dtype']}. "
         f"A prompt of {summary['prompt']['n_tokens']:,} tokens became a KV bias, {summary['bias']['n_numbers']:,} numbers that "
-        f"the attention heads read in its place, and is evaluated on a text of {summary['text']['n_tokens']:,} tokens."
+        f"the attention heads read in its place, and is evaluated on {'a' if name == 'text' else 'the'} {name} of "
+        f"{summary['text']['n_tokens']:,} tokens."
     )
 
 
@@ -305,7 +309,7 @@ def _attention(report: Report, ranked: pd.DataFrame) -> Piece:
 
 def _generated(summary: dict[str, Any]) -> Piece:
     texts = {TITLES[condition]: summary["generation"][condition] for condition in SHOWN_CONDITIONS}
-    return generated_text(texts, start=summary["text"]["text"].split("\n")[-1], title="three conditions")
+    return generated_text(texts, start=summary["generation"]["begun"].split("\n")[-1], title="three conditions")
 
 
 def _exactness(figures: dict[str, Any], n_text: int) -> str:

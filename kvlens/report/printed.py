@@ -14,8 +14,8 @@ from kvlens.checks import checked
 from kvlens.explanation import Explained, paragraphs
 from kvlens.explanation.exchanges import POSITION_GROUPS
 from kvlens.explanation.presentation import MEANINGS, answered, kept_in_words
-from kvlens.report.build import ABLATION, HEAD_MEASURES, Report, ranked_heads
-from kvlens.report.summary import SHOWN_CONDITIONS, continuation_in_a_sentence, heads_in_words
+from kvlens.report.build import ABLATION, HEAD_MEASURES, Report, ranked_heads, ranking
+from kvlens.report.summary import SHOWN_CONDITIONS, continuation_in_a_sentence, heads_in_words, name_of_text
 from kvlens.terminal import WIDTH, make_console, visible
 from kvlens.texts import NEWLINE, joined
 from kvlens.viz._text import percent
@@ -82,12 +82,13 @@ def _print_head(console: Console, summary: dict[str, Any]) -> None:
     )
     console.print(
         f"prompt of {summary['prompt']['n_tokens']} tokens -> bias of {bias['n_numbers']:,} numbers ({bias['holds']}); "
-        f"text of {summary['text']['n_tokens']}"
+        f"{name_of_text(summary)} of {summary['text']['n_tokens']}"
     )
     for what in ("prompt", "text"):
         whole = summary[what]["text"]
         shown = whole if len(whole) <= LONGEST_SHOWN else whole[: LONGEST_SHOWN - 1] + "…"
-        console.print(Padding(Text.assemble((f"{what}: ", "cyan"), _printable(shown)), (0, 0, 0, 2)))
+        name = "prompt" if what == "prompt" else name_of_text(summary)
+        console.print(Padding(Text.assemble((f"{name}: ", "cyan"), _printable(shown)), (0, 0, 0, 2)))
 
 
 def _conversion(summary: dict[str, Any]) -> Padding:
@@ -153,17 +154,21 @@ def _print_heads(console: Console, report: Report) -> None:
         f"  all heads without the prompt: KL {_nats(bias['kl_without_any_head'])}, "
         f"loss {_signed(bias['loss_change_without_any_head'])} nats per token (effects do not add up)"
     )
-    ranked = ranked_heads(report)
-    table = _table(("head", "KL without", "loss change", "share of output", "norm of b_KV"))
+    ranked, by = ranked_heads(report), ranking(report)
+    of_answer = [] if by == ABLATION else [by]
+    table = _table(("head", *(["nats"] if of_answer else []), "KL without", "loss change", "share of output", "norm of b_KV"))
     for row in ranked.head(TOP).to_dict("records"):
         table.add_row(
             f"L{row['layer']}H{row['head']}",
+            *(_signed(row[name]) for name in of_answer),
             _nats(row[ABLATION]),
             _signed(row[HEAD_MEASURES["loss_change"]]),
             percent(row[HEAD_MEASURES["bias_share"]]),
             f"{row[HEAD_MEASURES['b_kv_norm']]:.3g}",
         )
     console.print()
+    if of_answer:
+        console.print(Padding(f"the largest by their effect on the answer: {_printable(by)}", (0, 0, 0, 2)))
     console.print(Padding(table, (0, 0, 0, 2)))
 
 
@@ -193,7 +198,7 @@ def _heat_map(heads: Any, layers: Any, unit: float) -> Text:
 
 def _print_generated(console: Console, summary: dict[str, Any]) -> None:
     generation = summary["generation"]
-    start = summary["text"]["text"].split("\n")[-1]
+    start = summary["generation"]["begun"].split("\n")[-1]
     for condition in SHOWN_CONDITIONS:
         console.print(Text(f"  {_TITLES[condition]}", style="cyan"))
         shown = Text(_printable(start), style="dim")

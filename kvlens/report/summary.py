@@ -82,13 +82,13 @@ def continuation_figures(
 
 
 def continuation_in_a_sentence(figures: list[dict[str, Any]]) -> str:
-    """What the model continues with, from `kvlens.report.summary.continuation_figures`, where nothing is explained."""
+    """What the model says next, from `kvlens.report.summary.continuation_figures`, where nothing is explained."""
     first, *other = figures
     p, p_without = percent(first["p_with_prompt"]), percent(first["p_without_prompt"])
     if not other:
-        return f"After the text the model continues with {first['token']!r}: {p} with the prompt, {p_without} without it."
+        return f"The model continues with {first['token']!r}: {p} with the prompt, {p_without} without it."
     return (
-        f"After the text the model continues with {first['token']!r} ({p}; {p_without} without the prompt); without the prompt "
+        f"The model continues with {first['token']!r} ({p}; {p_without} without the prompt); without the prompt "
         f"it would continue with {other[0]['token']!r} ({percent(other[0]['p_without_prompt'])})."
     )
 
@@ -118,6 +118,11 @@ def _without_folder(name: str) -> str:
     """A model's name without the folder that it was read from: reports are shared. "owner/name" stays."""
     path = Path(name).expanduser()
     return path.name if path.is_absolute() or name.startswith((".", "~")) or path.exists() else name
+
+
+def name_of_text(summary: dict[str, Any]) -> str:
+    """What the text is: behind a chat without a text, the answer."""
+    return "text" if summary["generation"]["begun"] == summary["text"]["text"] else "answer"
 
 
 def heads_in_words(model: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from tiny_text_model import PROMPT, TEXT, tiny_text_model
 from kvlens import HookedKVTransformer
 from kvlens.analyses import HeadDetails, LinkedShares
 from kvlens.report import build_report
-from kvlens.report.build import ABLATION, Report, ranked_heads
+from kvlens.report.build import ABLATION, Report, ranked_heads, ranking
 from kvlens.report.example import example_for
 from kvlens.report.page import build_page
 from kvlens.report.summary import n_parameters
@@ -38,20 +38,55 @@ def cells(page):
     return first[1], {(int(layer), int(head)): float(x or 0) for layer, head, kind, x in found if kind == "positive"}
 
 
-def test_the_map_is_darkest_where_the_text_loses_most(report, page):
-    column, colors = cells(page)
-    heads = report.tables["bias_by_head"]
-    strongest = heads.loc[heads["ablation_kl"].idxmax()]
-    matters = int(strongest["layer"]), int(strongest["head"])
-    assert column == ABLATION
-    assert max(colors, key=colors.get) == matters and colors[matters] == 100
+def without_answer(report):
+    return replace(report, explained=None)
+
+
+def test_the_map_is_darkest_where_the_answer_loses_most_or_the_text_if_none_was_explained(report, page):
+    for table, measure, given, html in (
+        ("answer_heads", "nats", report, page),
+        ("bias_by_head", "ablation_kl", without_answer(report), unescape(build_page(without_answer(report)).to_html())),
+    ):
+        column, colors = cells(html)
+        heads = report.tables[table]
+        strongest = heads.loc[heads[measure].idxmax()]
+        matters = int(strongest["layer"]), int(strongest["head"])
+        assert column == ranking(given)
+        assert max(colors, key=colors.get) == matters and colors[matters] == pytest.approx(100)
 
 
 def test_the_table_falls_as_its_title_says(report, page):
-    ranked = ranked_heads(report)
-    assert ranked[ABLATION].is_monotonic_decreasing
-    assert f"heads, the largest first: {ABLATION}" in page
+    ranked, by = ranked_heads(report), "what 'donkey' loses without the head, nats"
+    assert ranked[by].is_monotonic_decreasing and not ranked[ABLATION].is_monotonic_decreasing
+    assert f"heads, the largest first: {by}" in page and "Ordered by their effect on the answer" in page
     assert f"<tbody><tr><td>L{int(ranked.iloc[0]['layer'])}H{int(ranked.iloc[0]['head'])}</td>" in page
+    assert (
+        ranking(without_answer(report)) == ABLATION and ranked_heads(without_answer(report))[ABLATION].is_monotonic_decreasing
+    )
+
+
+def test_what_the_answer_loses_without_a_head_is_a_pass_in_which_it_sees_bos_alone():
+    """In one pass over prompt, text and answer, with the scores of the prompt's other tokens at minus infinity."""
+    model = tiny_text_model(attention="softmax", kv_shift=None, dtype=torch.float64)
+    made = build_report(model, PROMPT, TEXT, new_tokens=1)
+    found, claim = made.explained, made.explained.claims.iloc[made.explained.about]
+    prompt, text = model.to_tokens(PROMPT)[0], model.to_tokens(TEXT, prepend_bos=False)[0]
+    tokens = torch.cat([prompt, text, found.response_tokens])
+    places = len(prompt) + len(text) + torch.arange(int(claim["start"]), int(claim["stop"]))
+
+    def log_p(hooks):
+        logits = model.run_with_hooks(tokens[None], fwd_hooks=hooks)[0, places - 1]
+        return logits.log_softmax(dim=-1).gather(-1, tokens[places][:, None]).sum()
+
+    for row in made.tables["answer_heads"].itertuples():
+
+        def blind(scores, hook, head=row.head):
+            scores[:, head, len(prompt) :, 1 : len(prompt)] = -torch.inf
+            return scores
+
+        fall = log_p([]) - log_p([(f"blocks.{row.layer}.attn.hook_attn_scores", blind)])
+        assert row.nats == pytest.approx(float(fall), abs=1e-9)
+    assert made.tables["answer_heads"]["nats"].abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

@@ -13,11 +13,12 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import torch
+from chat_templates import chat_model
 from rich.cells import cell_len
 from rich.console import Console
 from tiny_text_model import PROMPT, TEXT, tiny_text_model, tiny_tokenizer
 
-from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, convert_prompt
+from kvlens import Chat, HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, convert_prompt
 from kvlens.analyses import (
     baseline_ablation,
     bias_by_head,
@@ -27,6 +28,7 @@ from kvlens.analyses import (
     prompt_effect,
     readings,
 )
+from kvlens.cli import main
 from kvlens.files import atomic
 from kvlens.report import build_report, check_report_folder, page, print_report, write_report
 from kvlens.report.build import _check_lengths
@@ -185,6 +187,48 @@ def test_a_lost_shift_state_is_no_rounding(model):
     lost = replace(bias, last_k=bias.last_k * 0, last_v=bias.last_v * 0)
     prompt, text = model.to_tokens(PROMPT)[0], model.to_tokens(TEXT, prepend_bos=False)[0]
     assert not conversion_error(model, prompt, text, bias=lost)["exact_to_rounding"].any()
+
+
+def test_behind_a_chat_the_text_is_the_answer():
+    """The prompt's last token reads it; each of its tokens is predicted, and what is generated is the answer itself."""
+    model = chat_model()
+    chat = Chat.ask("Return the widget?", {"a.txt": PROMPT})
+    made = build_report(model, chat, new_tokens=3)
+    tokens, answer = chat.tokens(model), made.explained.response_tokens
+    text = torch.cat([tokens[-1:], answer])
+    assert made.summary["prompt"]["n_tokens"] == len(tokens) - 1 and made.summary["text"]["n_tokens"] == len(text)
+    expected = prompt_effect(model, tokens[:-1], text, bias=made.bias)
+    pd.testing.assert_frame_equal(made.tables["prompt_effect"], expected)
+    generated = made.tables["generated"].query("condition == 'with_prompt'")["token_id"].tolist()
+    assert generated == answer[:3].tolist() and made.summary["generation"]["converted_equals_with_prompt"]
+    assert (
+        f"answer of {len(text)}" in shown(made)
+        and f"evaluated on the answer of {len(text)} tokens" in build_page(made).to_html()
+    )
+    given = build_report(model, chat, answer=" green", new_tokens=1, by=None)
+    assert given.summary["text"]["n_tokens"] == 1 + len(model.to_tokens(" green", prepend_bos=False)[0])
+    with pytest.raises(KVLensError, match="a prompt that is no chat needs a text behind it"):
+        build_report(model, PROMPT)
+
+
+def test_a_chat_on_the_command_line_needs_no_text_and_is_refused_in_its_words(tmp_path, monkeypatch, capsys):
+    model, file = chat_model(), tmp_path / "chat.json"
+    monkeypatch.setattr("kvlens.load", lambda *args, **options: model)
+    asked = [{"role": "user", "content": "Return the widget?"}]
+    about = [{"role": "system", "content": PROMPT}, *asked]
+    file.write_text(json.dumps(about))
+    words = ["report", "--model", "docs-linear", "--messages", str(file), "--new-tokens", "1", "--out", str(tmp_path / "r")]
+    assert main(words) == 0 and "\n  answer: " in capsys.readouterr().out
+    file.write_text(json.dumps(asked))
+    for command in ("explain", "report"):
+        assert main([command, *words[1:5], "--out", str(tmp_path / command)]) == 2
+        error = capsys.readouterr().err
+        assert "--messages: the chat of" in error and "by=" not in error and "Chat.ask" not in error
+        assert ("--by none" in error) == (command == "report")
+    assert main(["explain", "--model", "docs-linear", "--question", "Return the widget?"]) == 2
+    assert "--document FILE or --system TEXT" in capsys.readouterr().err
+    assert main([*words[:-1], str(tmp_path / "bare"), "--by", "none"]) == 0
+    assert "The model continues with" in capsys.readouterr().out
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------
