@@ -37,6 +37,7 @@ MOST_NAMED, MOST_LISTED = 3, 6
 """How many of the units or layers that lose a claim alone are described, and how many names stand in a list."""
 READABLE = 1e-5
 """The smallest probability that is written as a percentage, 0.001 %."""
+NO_BREAK = "\N{NO-BREAK SPACE}"
 FULL_SHADE = 8.0
 """How many nats give a word or a unit the full color."""
 
@@ -344,7 +345,7 @@ def explanation_view(found: Any) -> Piece:
         found: a :class:`kvlens.explanation.Explained`.
     """
     told = "".join(
-        f'<p class="found">{html_text(text)}</p>'
+        f'<p class="found">{html_text(text.replace(" %", NO_BREAK + "%"))}</p>'
         for text in (kept_in_words(found), *(" ".join(each.text for each in paragraph) for paragraph in paragraphs(found)))
     )
     meanings = "".join(f"<dt>{html_text(word)}</dt><dd>{html_text(meaning)}</dd>" for word, meaning in MEANINGS)

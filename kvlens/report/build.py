@@ -54,6 +54,7 @@ from kvlens.report.summary import (
     versions,
 )
 from kvlens.texts import joined, token_texts
+from kvlens.units import pieces_of_tokens
 
 FORMAT_VERSION = 3
 NEW_TOKENS = 40
@@ -154,8 +155,8 @@ def build_report(
         model: with a tokenizer, of either front end; no bias may be attached to it. What does not run on KVTransformerBridge is
             left out of the page and the tables, and the page says why.
         prompt: not empty; it gets a BOS by the model's default; or a chat, or its list of messages.
-        text: not empty; tokenized separately, without BOS. Behind a chat it may be None: the text is then the prompt's last
-            token and the answer, the model's own unless one is given.
+        text: not empty; tokenized separately, without BOS. Behind a chat it may be None: the text is then what the template
+            writes behind the last message and the answer, the model's own unless one is given.
         model_name: the model's name in the report; None takes that of the configuration.
         new_tokens: how many tokens to generate in each condition; None generates 40, or as many as ``n_ctx`` has room for.
         temperature: 0 generates greedily; above 0 samples, with the same random numbers in the three conditions.
@@ -187,8 +188,7 @@ def build_report(
     prompt_tokens = one_sequence(model, "prompt", given, prepend_bos=model.prepends_bos)
     cut_from, continued = given if is_chat else prompt_tokens, None if text is None else one_sequence(model, "text", text)
     if continued is None:
-        prompt_tokens, text_tokens = _with_answer(model, prompt_tokens, answer, is_chat)
-        begun = text_tokens[:1]
+        prompt_tokens, begun, text_tokens = _with_answer(model, given, prompt_tokens, answer)
     else:
         begun = text_tokens = continued
     new_tokens = _check_lengths(model, len(prompt_tokens), len(begun), new_tokens)
@@ -301,13 +301,15 @@ def build_report(
     return Report(summary, tables, bias, heads, linked, _bias_share(model, bias, text_tokens), explained, missing)
 
 
-def _with_answer(model: KVModel, prompt: Tensor, answer: str | None, is_chat: bool) -> tuple[Tensor, Tensor]:
-    """A chat without its last token, and that token with the answer, which reads it; the model's own unless one is given."""
-    if not is_chat:
+def _with_answer(model: KVModel, chat: Any, tokens: Tensor, answer: str | None) -> tuple[Tensor, Tensor, Tensor]:
+    """A chat up to its last message; what its template writes behind that; and this with the answer, by default the model's."""
+    if not isinstance(chat, Chat):
         raise KVLensError("text: a prompt that is no chat needs a text behind it, on which the predictions are compared")
-    room = model.cfg.n_ctx - len(prompt) if model.cfg.has_position_limit else MOST_TOKENS
-    said = responses(model, [prompt], min(MOST_TOKENS, room))[0] if answer is None else one_sequence(model, "answer", answer)
-    return prompt[:-1], torch.cat([prompt[-1:], torch.as_tensor(said, device=prompt.device)])
+    of_messages = [i for i, piece in enumerate(pieces_of_tokens(chat.layout(model))) if piece is not None]
+    n = min(of_messages[-1] + 1, len(tokens) - 1)
+    room = model.cfg.n_ctx - len(tokens) if model.cfg.has_position_limit else MOST_TOKENS
+    said = responses(model, [tokens], min(MOST_TOKENS, room))[0] if answer is None else one_sequence(model, "answer", answer)
+    return tokens[:n], tokens[n:], torch.cat([tokens[n:], torch.as_tensor(said, device=tokens.device)])
 
 
 def _answer_heads(

@@ -190,14 +190,15 @@ def test_a_lost_shift_state_is_no_rounding(model):
 
 
 def test_behind_a_chat_the_text_is_the_answer():
-    """The prompt's last token reads it; each of its tokens is predicted, and what is generated is the answer itself."""
+    """What the template writes behind the last message reads it, and what is generated is the answer itself."""
     model = chat_model()
     chat = Chat.ask("Return the widget?", {"a.txt": PROMPT})
     made = build_report(model, chat, new_tokens=3)
     tokens, answer = chat.tokens(model), made.explained.response_tokens
-    text = torch.cat([tokens[-1:], answer])
-    assert made.summary["prompt"]["n_tokens"] == len(tokens) - 1 and made.summary["text"]["n_tokens"] == len(text)
-    expected = prompt_effect(model, tokens[:-1], text, bias=made.bias)
+    begun = model.to_tokens("<|im_end|>\n<|im_start|>assistant\n", prepend_bos=False)[0]
+    n, text = len(tokens) - len(begun), torch.cat([begun, answer])
+    assert tokens[n:].equal(begun) and made.summary["prompt"]["n_tokens"] == n and made.summary["text"]["n_tokens"] == len(text)
+    expected = prompt_effect(model, tokens[:n], text, bias=made.bias)
     pd.testing.assert_frame_equal(made.tables["prompt_effect"], expected)
     generated = made.tables["generated"].query("condition == 'with_prompt'")["token_id"].tolist()
     assert generated == answer[:3].tolist() and made.summary["generation"]["converted_equals_with_prompt"]
@@ -206,7 +207,7 @@ def test_behind_a_chat_the_text_is_the_answer():
         and f"evaluated on the answer of {len(text)} tokens" in build_page(made).to_html()
     )
     given = build_report(model, chat, answer=" green", new_tokens=1, by=None)
-    assert given.summary["text"]["n_tokens"] == 1 + len(model.to_tokens(" green", prepend_bos=False)[0])
+    assert given.summary["text"]["n_tokens"] == len(begun) + len(model.to_tokens(" green", prepend_bos=False)[0])
     with pytest.raises(KVLensError, match="a prompt that is no chat needs a text behind it"):
         build_report(model, PROMPT)
 
@@ -218,7 +219,7 @@ def test_a_chat_on_the_command_line_needs_no_text_and_is_refused_in_its_words(tm
     about = [{"role": "system", "content": PROMPT}, *asked]
     file.write_text(json.dumps(about))
     words = ["report", "--model", "docs-linear", "--messages", str(file), "--new-tokens", "1", "--out", str(tmp_path / "r")]
-    assert main(words) == 0 and "\n  answer: " in capsys.readouterr().out
+    assert main(words) == 0 and "; answer of " in " ".join(capsys.readouterr().out.split())
     file.write_text(json.dumps(asked))
     for command in ("explain", "report"):
         assert main([command, *words[1:5], "--out", str(tmp_path / command)]) == 2
