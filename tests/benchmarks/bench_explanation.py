@@ -143,6 +143,7 @@ def summary(cases: list[dict[str, Any]]) -> str:
     of_any = [[unit for of in case["all_causes"] for cause in of for unit in cause] for case in right]
     any_claim = [bool(set(units) & set(case["stating"])) for units, case in zip(of_any, right, strict=True)]
     heading = [any(unit in cause for cause in case["heading_causes"] for unit in case["stating"]) for case in right]
+    holds = [has_answer(case["claims"][case["about"]]["text"], case["answers"]) for case in right]
     beside = [sum(not set(cause) & set(case["stating"]) for cause in case["causes"]) for case in right]
     n_again, false = sum(case["n_again"] for case in cases), sum(len(case["false"]) for case in cases)
     alone = collections.Counter(parts for case in right for parts in case["layers"] if "+" not in parts)
@@ -151,7 +152,7 @@ def summary(cases: list[dict[str, Any]]) -> str:
         f"{len(cases)} cases explained, {len(right)} answers right",
         f"a cause has the short answer's sentence: {sum(stated)} of {len(right)} ({100 * statistics.fmean(stated):.0f} %)",
         f"short answer in a claim: {sum(case['short_in_claims'] for case in right)}; of any claim: {sum(any_claim)}; of the "
-        f"heading claim: {sum(heading)}",
+        f"heading claim: {sum(heading)}; in the heading claim itself: {sum(holds)}",
         f"causes beside it: {statistics.fmean(beside):.2f} a question",
         f"statements run again: {n_again}, false: {false}",
         f"with a cause: {sum(bool(case['causes']) for case in right)}; size of the first breaking set of layers: {dict(sizes)}",
