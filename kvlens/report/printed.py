@@ -298,11 +298,12 @@ def _wrapped(text: str, indent: str = "") -> str:
 
 def _lost_by_unit(found: Explained) -> Any:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(f"what {visible(found.named)} loses without", overflow="ellipsis", no_wrap=True, max_width=46)
+    shown = found.units[found.units["alone"]].nlargest(MOST_ROWS, "effect").sort_values("unit")
+    room = WIDTH - BAR - 12 - max(map(len, shown["verdict"]), default=0)  # 12: the number, and a blank on each side of a column
+    table.add_column(f"what {visible(found.named)} loses without", overflow="ellipsis", no_wrap=True, max_width=min(46, room))
     table.add_column("nats", justify="right")
     table.add_column("")
     table.add_column("verdict", no_wrap=True)
-    shown = found.units[found.units["alone"]].nlargest(MOST_ROWS, "effect").sort_values("unit")
     top = max(1e-9, float(shown["effect"].max()))
     for row in shown.to_dict("records"):
         bar = "█" * round(BAR * max(0.0, row["effect"]) / top)

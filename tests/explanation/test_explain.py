@@ -189,6 +189,15 @@ def test_what_is_always_there_in_a_chat():
     assert begun == 'the beginning of the answer ("green")' and template == names[-1]
 
 
+def test_numbers_stand_whole_beside_the_longest_verdict(found, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    units = found.units.assign(unit_text="word " * 20, verdict="same but for near ties", effect=[-10.5, 0.0, 3.0])
+    print_explanation(dataclasses.replace(found, units=units))
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sentence ")]
+    assert [line.split("…")[1].split(maxsplit=1)[0] for line in rows] == ["-10.50", "0.00", "3.00"]
+    assert all(line.rstrip().endswith("same but for near ties") for line in rows)
+
+
 def without_a_cause(verdicts):
     """An explanation whose units are said to have these verdicts, with the gap kept and closed, and no cause."""
     found = kvlens.explain(kvlens.load("facts-gpt2"), STORY, QUESTION, depth="units")
