@@ -47,9 +47,9 @@ _OF_STRINGS = """
     istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip split
     splitlines startswith strip swapcase title upper
     """
-ALLOWED_METHODS = {
+ALLOWED_METHODS: dict[Any, frozenset[str]] = {
     str: frozenset(_OF_STRINGS.split()),
-    (bytes, int, float): frozenset[str](),
+    (bytes, int, float): frozenset(),
     (list, tuple): frozenset({"copy", "count", "index", "grouper", "list"}),  # the last two are of groupby's tuples
     dict: frozenset({"copy", "get", "items", "keys", "values"}),
 }
@@ -183,7 +183,7 @@ def _each_value(context: Any, values: Any) -> Any:
     return _each(values)
 
 
-def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
+def _filtered(node: Any, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno, environment=node.environment)
 
 
