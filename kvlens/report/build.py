@@ -235,7 +235,7 @@ def build_report(
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "model": model_facts(model, model_name),
-        "prompt": {"text": given.text(model) if is_chat else given, "n_tokens": len(prompt_tokens)},
+        "prompt": {"text": joined(token_texts(model, prompt_tokens)) if is_chat else given, "n_tokens": len(prompt_tokens)},
         "text": {"text": text or joined(token_texts(model, text_tokens)), "n_tokens": len(text_tokens)},
         "answer": None,
         "continuation": continuation_figures(
