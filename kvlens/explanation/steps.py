@@ -77,8 +77,8 @@ def explain(
         on_found: called with a line of text as soon as something is known: the response, then each unit that was removed.
 
     Raises:
-        KVLensError: a prompt without units, an answer without words, ``about`` that the response does not have, a budget that
-            is too small to remove each unit once, tokens beyond the model's context.
+        KVLensError: a prompt without units, ``about`` that the response does not have, a budget that is too small to
+            remove each unit once, tokens beyond the model's context.
     """
     if isinstance(answer, str) and not answer.strip():
         raise KVLensError(f"answer: expected at least one token, got {answer!r}")
@@ -224,11 +224,6 @@ class _Explaining:
         self.work.begin("the model answers", n + MOST_TOKENS * PASS / 2, later)
         tokens = self.runs.answer(MOST_TOKENS) if answer is None else answer
         response = self.response = Response.of(self.model, self.prompt, tokens)
-        if not response.words:
-            raise KVLensError(
-                f"answer: expected words, got {len(tokens)} tokens that are nothing but white space, so that there is nothing "
-                "to explain; give an answer, or another prompt"
-            )
         self.cut_after = len(tokens) if answer is None and not self.runs.ends(tokens) else None
         self.say(answered(response.text, self.cut_after))
         self.log_p = self.runs.begin(response)

@@ -189,12 +189,6 @@ def test_what_is_always_there_in_a_chat():
     assert begun == 'the beginning of the answer ("green")' and template == names[-1]
 
 
-def test_an_answer_of_white_space_has_nothing_to_explain():
-    model = tiny_text_model()
-    with pytest.raises(KVLensError, match="nothing but white space"):
-        kvlens.explain(model, PROMPT, TEXT, answer=model.to_tokens("\n", prepend_bos=False)[0])
-
-
 def test_numbers_stand_whole_beside_the_longest_verdict(found, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     units = found.units.assign(unit_text="word " * 20, verdict="same but for near ties", effect=[-10.5, 0.0, 3.0])
