@@ -117,7 +117,8 @@ def build_page(report: Report) -> Page:
     if "dual_losses" in tables:
         _add_dual(page, report)
     page.section(
-        "Induction", "Where the text repeats a token of the prompt, and which heads attend to the token that followed it there."
+        "Prefix matching",
+        "Where the text repeats a token of the prompt, and which heads attend to the token that followed it there.",
     )
     page.add(_arcs(report) if "prompt_copies" in tables else _not_shown(report, "prompt_copies"))
     page.section("Share of the bias", "In each text token's attention output, mean over all layers and heads.")
