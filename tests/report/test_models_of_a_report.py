@@ -227,7 +227,7 @@ def test_states_in_a_batch(tmp_path, capsys):
             for each, story in stories.items():
                 given = ("the log.", story) if name == "state_erasure" else (story,)
                 expected = getattr(analyses, name)(model, *given)
-                found = table.loc[each].reset_index(drop=True).drop(columns="model")
+                found = table.loc[each].reset_index(drop=True)[expected.columns]
                 pd.testing.assert_frame_equal(found, expected, check_dtype=False, rtol=1e-11)
     assert (
         main(["analyse", "state_memory", str(prompts), "--out", str(tmp_path / "no.parquet"), "--model", "bigram-linear"]) == 2
