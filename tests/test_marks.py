@@ -5,8 +5,7 @@ import warnings
 
 import pytest
 import torch
-from chat_templates import CHATML, NO_SYSTEM, PHI_4, QWEN_3, TEMPLATES, chat_tokenizer, reader
-from test_chat import chat_model
+from chat_templates import CHATML, NO_SYSTEM, PHI_4, QWEN_3, TEMPLATES, chat_model, chat_tokenizer, reader
 from tiny_hf import tiny_hf_model
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from chat_templates import TEMPLATES, reader
-from test_chat import chat_model
+from chat_templates import TEMPLATES, chat_model, reader
 
 from kvlens import Chat, KVLensError, explain
 from kvlens.question import asks, question_in
