@@ -94,7 +94,7 @@ def dual_losses(
         prompt: a string, or tokens [pos] with BOS if the model uses one.
         n_demonstrations: the first this many tokens are every query's demonstrations; None takes all tokens before each query.
         cosines: whether to compute the cosines, which takes most of the time.
-        seed: of the order in which the null has the values: those of the text, or with ``n_demonstrations`` of its first tokens.
+        seed: of the order in which the null has the values: of the whole text, or of its first ``n_demonstrations`` tokens.
 
     Returns:
         By layer, head, then query:
