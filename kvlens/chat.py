@@ -4,8 +4,8 @@ What a message's section is in the whole text is found by writing the chat once 
 stands before and behind it there stands before and behind the section here, whatever the template does with it (many strip
 white space, some put the system's message into the user's). Nothing is searched by its words.
 
-What lies in a message is text: a template's marks in it write no role (:mod:`kvlens.marks`). Of the user's last message only
-what asks is always there (:func:`question_in`).
+What stands in a message is text: special tokens of the template in it begin no message (:mod:`kvlens.marks`). Of the user's
+last message only the question is never removed (:func:`question_in`).
 """
 
 from collections import Counter
@@ -31,12 +31,12 @@ Messages = list[dict[str, str]]
 Marks = Literal["as text", "as they are"]
 PLACEHOLDER = "KVLENSMARK"
 MARKS_ARE_TEXT = (
-    "would be marks of the chat template, and are read as plain text, so that they write no role; "
+    "would be marks (special tokens) of the chat template; they are read as plain text, so that they begin no message; "
     "Chat(..., marks='as they are') reads them as Transformers does"
 )
 ROLES_ARE_WORDS = (
-    "is what the chat template itself writes around messages; it writes roles as words, so that the model cannot tell these "
-    "words from a role: take them out, if the text is not yours"
+    "is what the chat template itself writes around messages; it writes roles as plain words, so that the model cannot tell "
+    "this text from a real message: remove it if you do not trust it"
 )
 
 
@@ -52,8 +52,8 @@ class _Section(NamedTuple):
 class Chat:
     """A list of messages that a model with a chat template reads as a prompt, up to where its answer begins.
 
-    Always there, in every counterfactual, are what the template writes around the messages, and the question: what asks in the
-    last message of the user (:func:`question_in`), or what :meth:`ask` was given. The rest is cut into units.
+    Never removed, in any counterfactual, are what the template writes around the messages, and the question: the words of the
+    user's last message that ask (:func:`question_in`), or what :meth:`ask` was given. The rest is cut into units.
 
     >>> chat = Chat.ask("Where is the new office?", documents={"minutes.txt": "The office moves to Rotterdam."})
     >>> print(chat.messages[0]["content"])
@@ -64,9 +64,10 @@ class Chat:
 
     Args:
         messages: a list of ``{"role": ..., "content": ...}``; the roles are system, user, assistant and tool.
-        question: the words of the user's last message that are always there; None: :func:`question_in` chooses them.
-        marks: "as text": what stands in a message like a mark of the template, ``<|im_start|>``, is text, and a warning names
-            the message; "as they are": it is the mark, so that the message may write roles, as in Transformers.
+        question: the words of the user's last message that are never removed; None: :func:`question_in` chooses them.
+        marks: "as text": a special token of the template that is written out in a message, ``<|im_start|>``, is read as text,
+            and a warning names the message; "as they are": it is read as that token, as in Transformers, so that one message
+            may contain others, of any role.
 
     Raises:
         KVLensError: no message, an unknown role, a content that is missing, empty or no string, other keys, a last message of
@@ -81,7 +82,7 @@ class Chat:
         roles = [message["role"] for message in checked_messages]
         last = max((i for i, role in enumerate(roles) if role == "user"), default=None)
         if question is not None and last is None:
-            raise KVLensError("question: its words stand in the user's last message, and the user has none here")
+            raise KVLensError("question: it chooses words of the user's last message, and the user has none here; leave it out")
         counts, numbers, turns = Counter(roles), Counter[str](), []
         for i, (role, content) in enumerate((message["role"], message["content"]) for message in checked_messages):
             numbers[role] += 1
@@ -102,7 +103,7 @@ class Chat:
         """A question about documents: one message, of each document's name, its text and a blank line, then the question.
 
         Args:
-            question: always there, and no unit.
+            question: never removed, and no unit.
             documents: name -> text; or texts, which are called "document 1" and so on.
             system: the system's message, which is cut into units, too.
             marks: as of :class:`Chat`.
@@ -287,8 +288,8 @@ def _asking(message: str, name: str, question: str | None) -> tuple[_Section, ..
         stop = start + len(question)
     else:
         raise KVLensError(
-            f"question: {brief(question)} stands {message.count(question)} times in the user's last message, not once; give "
-            "the words that ask as they stand there"
+            f"question: {brief(question)} occurs {message.count(question)} times in the user's last message, expected "
+            "once; copy from it the words that ask, with enough of them to be the only ones"
         )
     before, behind = message[:start].rstrip(), message[stop:].lstrip()
     n_behind = len(message) - len(behind) if behind else len(message)
@@ -339,8 +340,8 @@ def written_messages(model: KVModel, messages: Messages) -> str:
     except Exception as error:  # a template is a program, and may fail in any way
         roles = ", ".join(message["role"] for message in messages)
         raise KVLensError(
-            f"messages: the tokenizer's chat template refuses these messages ({roles}): {first_line(error)}; change them as it "
-            "says, or leave out the message that it does not know"
+            f"messages: the tokenizer's chat template cannot write these messages ({roles}): {first_line(error)}; change or "
+            "leave out what it does not accept, or use a tokenizer whose template you trust"
         ) from error
     return str(text)
 

@@ -1,15 +1,15 @@
-"""A chat's tokens, with the marks in its messages read as text: what lies in a message or a document writes no role.
+"""A chat's tokens, with special tokens that are written out in its messages read as text, so that they begin no message.
 
-A template writes what begins and ends a message as a string, ``<|im_start|>``, and a tokenizer makes the same token of that
-string wherever it stands, in a document, too: text from outside would become a system's message.
+A template writes what begins and ends a message as a string, ``<|im_start|>``, and a tokenizer turns that string into the same
+token wherever it stands, in a document, too: text from outside could become a system's message.
 
 1. *Marks* are a tokenizer's special tokens, and the added ones that its template writes (``<think>``).
 2. In the characters that the template takes from a message, a mark is text.
-3. The whole is read at once, as a tokenizer may read words by what stands beside them. So a copy of the tokenizer has the marks
-   under other names, of private characters and equal length, so that offsets stay as they are; the template's own marks are
-   renamed in the text, and those in messages mean nothing to that copy.
+3. The whole text is read at once, since what a tokenizer makes of a word may depend on its neighbors. For this, a copy of the
+   tokenizer has the marks under other names, of private characters and equal length, so that offsets stay as they are; the
+   template's own marks are renamed in the text, and those in messages mean nothing to that copy.
 
-A template whose roles are words (``USER:``) has no marks that could be told from the same words in a document.
+A template whose roles are plain words (``USER:``) has nothing that could be told from the same words in a document.
 """
 
 import json
@@ -62,7 +62,7 @@ def marks_in(tokenizer: Any, marks: Mapping[int, str], text: str) -> list[str]:
 
 
 def without_marks(tokenizer: Any, sentences: Iterable[str]) -> list[str]:
-    """The sentences in which no mark stands: text to be read behind a prompt must write no role, either."""
+    """The sentences that contain no mark: text that is read after a prompt must begin no message, either."""
     marks = marks_of(tokenizer)
     return [sentence for sentence in sentences if not marks_in(tokenizer, marks, sentence)]
 
@@ -81,7 +81,7 @@ def read_as_text(tokenizer: Any, marks: Mapping[int, str], text: str, words: Seq
     """
     if not tokenizer.is_fast:
         raise KVLensError(
-            "messages: marks of the chat template stand in them, and only a fast tokenizer can read these as text; take them "
+            "messages: they contain marks of the chat template, and only a fast tokenizer can read these as text; take them "
             "out, or read them as they are, Chat(..., marks='as they are')"
         )
     free = (chr(letter) for letter in PRIVATE if chr(letter) not in text)

@@ -1,7 +1,7 @@
-"""What asks in a message: the words that stay when everything else of the message is taken out.
+"""The question in a message: the words that are never removed, while everything else of the message is cut into units.
 
-Of most messages of a user the last sentences ask, and what stands before is what they are about. A sentence asks if it ends in
-a question mark or a colon, or begins as an English question or instruction does; of other languages the mark decides.
+In most user messages the last sentences ask, and what comes before is what they are about. A sentence asks if it ends in a
+question mark or a colon, or begins as an English question or instruction does; in other languages only its end decides.
 """
 
 import re
@@ -38,7 +38,7 @@ def question_in(message: str) -> Span:
     2. cues alone;
     3. the sentences that ask at the beginning of the message (``Summarize this text:``);
     4. the last ones that ask in the last paragraph, where others stand behind them (``Where is it? Thank you.``);
-    5. the last paragraph, or line where there is one paragraph; of a single line the whole message.
+    5. the last paragraph; of a single paragraph the last line; of a single line the whole message.
 
     >>> message = "The office moves to Rotterdam. The rent is low. In which city is it? Answer in one word."
     >>> start, stop = question_in(message)

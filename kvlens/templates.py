@@ -1,15 +1,16 @@
-"""Chat templates of others, run within bounds: :func:`written_by_template`.
+"""Chat templates, which come with a model, run within bounds: :func:`written_by_template`.
 
-A template is a program. Transformers runs it in jinja2's sandbox, where it reaches no file and no code, but all of the time and
-the memory: ``{{ 'a' * 10**10 }}``. Here it runs in the same sandbox, with the same names, and writes the same text, but
+A template is a program. Transformers runs it in jinja2's sandbox, where it can reach no file and no code, but can take all the
+time and memory there is: ``{{ 'a' * 10**10 }}``. Here it runs in the same sandbox, with the same names, and writes the same
+text, but
 
 - every value that it makes is held against `Bounds` and paid for: operands of ``~``, elements of lists, what is written, what a
   filter or a call returns; what could be long at once (``*``, ``%``, ``replace``, ``join``) before it is made;
 - every pass of a loop, filter, test and call looks at the clock of this thread's processor time. No step between two looks is
   long, as no value is;
-- filters and methods that no chat template needs, and of which one of these could not be said, are refused.
+- filters and methods that no chat template needs, and for which one of these does not hold, are refused.
 
-Nothing is started or interrupted, so this holds in every thread and on every system.
+No process or timer is needed, so this holds in every thread and on every system.
 """
 
 import re

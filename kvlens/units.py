@@ -189,8 +189,8 @@ def _missing(by: By, named: Sequence[tuple[str, Span]]) -> str:
 def _no_unit(layout: Layout) -> str:
     if layout.asked:
         return (
-            "by: the chat has nothing but its question, which is always there and no unit; give what it is about as documents, "
-            "Chat.ask(question, documents={name: text}), or parts of the question as strings, by=[...]"
+            "by: the chat has nothing but its question, which is no unit; give what it is about as documents, "
+            "Chat.ask(question, documents={name: text}), or the words of the question to remove, by=[...]"
         )
     return "by: the prompt has nothing but BOS, and no unit to take away; give a longer prompt, or other ranges"
 
@@ -198,7 +198,7 @@ def _no_unit(layout: Layout) -> str:
 def _checked_ranges(spans: Any, n_tokens: int, first: int) -> list[Span]:
     ranges = checked_spans("by", spans, n_tokens)
     if ranges and ranges[0][0] < first:
-        raise KVLensError(f"by: the range {ranges[0]!r} holds BOS, which is always there and no unit; begin at {first}")
+        raise KVLensError(f"by: the range {ranges[0]!r} holds BOS, which is never removed; begin at {first}")
     return ranges
 
 

@@ -116,7 +116,7 @@ def test_a_chat_of_nothing_but_a_question_has_no_unit():
 
 
 def test_the_template_that_refuses_is_quoted():
-    with pytest.raises(KVLensError, match=r"refuses these messages \(system, user.*System role not supported"):
+    with pytest.raises(KVLensError, match=r"cannot write these messages \(system, user.*System role not supported"):
         Chat(MESSAGES).tokens(reader(NO_SYSTEM))
     with pytest.raises(KVLensError, match="Roles must alternate"):
         Chat([MESSAGES[1], MESSAGES[1]]).tokens(reader(GEMMA_3))
@@ -212,7 +212,7 @@ def test_chats_on_the_command_line(tmp_path):
     assert given_prompt_and_text(arguments("--messages", messages, "--text", "a")) == (Chat(MESSAGES), "a")
     for words, says in {
         ("--messages", messages, "--document", "a"): "--messages and --document are both given",
-        ("--messages", messages, "--question", "Be"): "question: 'Be' stands 2 times",
+        ("--messages", messages, "--question", "Be"): "question: 'Be' occurs 2 times",
         ("--question", "a", "--prompt", "b"): "--question and --prompt are both given",
         ("--document", document): "--document belongs to --question",
         ("--question", "a", "--document", document, "--document", document): "two documents are called a.txt",

@@ -104,7 +104,7 @@ REFUSED = [
     ("argument --by: invalid choice: 'chapter'", f"{EXPLAIN} --by chapter"),
     ("--question and --prompt are both given, and each is a whole prompt", f"{EXPLAIN} --question c"),
     ("--document belongs to --question; give the question, too", "explain --document file"),
-    ("--messages and --question are both given, and each is a whole prompt", "explain --messages file --question a"),
+    ("--messages and --document are both given, and each is a whole prompt", "explain --messages file --document file"),
     ("--document: cannot read nowhere: No such file or directory", "explain --question a --document nowhere"),
     ("unrecognized arguments: --answr x; did you mean '--answer'?", f"{EXPLAIN} --answr x"),
     ("at least one token", f"explain --model facts-linear --prompt '{STORY}' --text ' Mira keeps a' --answer ' '"),

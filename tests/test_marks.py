@@ -1,4 +1,4 @@
-"""What lies in a message or a document is text: a template's marks in it write no role, at any door."""
+"""What stands in a message or a document is text: a template's marks in it begin no message, wherever a chat is read."""
 
 import json
 import warnings

@@ -1,4 +1,4 @@
-"""What asks in a user's last message is always there; what it is about is cut into units."""
+"""The question in a user's last message is never removed; what it is about is cut into units."""
 
 import pytest
 import torch
@@ -81,8 +81,8 @@ def test_the_question_can_be_given():
     with pytest.raises(KVLensError, match="nothing but its question"):
         whole.units(model)
     for given, says in {
-        "nowhere": "'nowhere' stands 0 times in the user's last",
-        "it": "'it' stands 2 times",
+        "nowhere": "'nowhere' occurs 0 times in the user's last",
+        "it": "'it' occurs 2 times",
         " ": "expected a string",
     }.items():
         with pytest.raises(KVLensError, match=f"question: {says}"):

@@ -59,7 +59,7 @@ def add_question(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--question",
         metavar="TEXT",
-        help="a question to a chat model, which is never taken out; with --messages, the words of the user's last one that ask",
+        help="a question to a chat model, never removed; with --messages: the words of the user's last message that ask",
     )
     command.add_argument(
         "--document",
@@ -109,13 +109,13 @@ def check_parts(args: argparse.Namespace, model: Any, prompt: "str | Chat") -> N
         return
     if args.messages is None:
         raise KVLensError(
-            "--question: it alone is given, and is always there, so that no part of the prompt can be removed; give what it is "
-            "about, as --document FILE or --system TEXT"
+            "--question: it is never removed, and without a document there is nothing else to remove; give what it is about, "
+            "as --document FILE or --system TEXT"
         )
     skip = "; --by none makes a report without an explanation" if args.command == "report" else ""
     raise KVLensError(
-        f"--messages: the chat of {args.messages} is only a question, which is always there, so that no part of it can be "
-        f"removed; write what the question is about in front of it, or into another message{skip}"
+        f"--messages: the chat in {args.messages} is only a question, which is never removed, and there is nothing else; "
+        f"write what the question is about in front of it, or into another message{skip}"
     )
 
 
@@ -124,7 +124,7 @@ def _json(what: str, file: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=each_once)
     except (ValueError, RecursionError) as error:
-        raise KVLensError(f"--{what}: {file} is not JSON ({error}); write a list of messages to it") from error
+        raise KVLensError(f"--{what}: {file} is not JSON as expected ({error}); write a list of messages to it") from error
 
 
 def model_and_texts(args: argparse.Namespace) -> "tuple[str, str | Chat, str | None]":
@@ -280,7 +280,7 @@ def add_report(commands: Any) -> None:
     report.add_argument(
         "--messages",
         metavar="FILE",
-        help=f"in place of a prompt: {MESSAGES_HELP}; without --text predictions are compared on the answer",
+        help=f"in place of a prompt: {MESSAGES_HELP}; without --text, predictions are compared on the answer",
     )
     softmax = report.add_argument_group(
         "options for softmax models",

@@ -1,6 +1,6 @@
 """Why did the model say that? An explanation in eight steps, which :mod:`~kvlens.explanation.steps` takes one after the other.
 
-1. The prompt is cut into units; what is always there (BOS, a template's marks, the question) is in none (`kvlens.units`).
+1. The prompt is cut into units; BOS, what a chat template writes and the question are in none: they stay (`kvlens.units`).
 2. The model answers, up to the token that ends its response (:mod:`~kvlens.explanation.runs`, where every run is made, once).
 3. All units are removed, and the words that fall with them are the response's *claims* (:mod:`~kvlens.explanation.claims`).
 4. Each unit is removed, and what the model says then gives each claim its *verdict* (`Verdict`, beside claims). Of a prompt

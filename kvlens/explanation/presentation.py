@@ -60,7 +60,7 @@ def paragraphs(found: Any) -> list[list[PrintedSentence]]:
 
 
 def in_words(found: Any) -> str:
-    """The paragraphs as text, the response in front, and what is always there."""
+    """The paragraphs as text; in front, the response and what is never removed."""
     texts = [" ".join(sentence.text for sentence in paragraph) for paragraph in paragraphs(found)]
     return "\n\n".join([answered(found.response, found.cut_after), kept_in_words(found), *texts])
 
@@ -72,7 +72,7 @@ def answered(response: str, cut_after: int | None, longest: int = LONGEST_SAID) 
 
 def kept_in_words(found: Any) -> str:
     """What no run of the explanation is without."""
-    return f"Always there: {listed(found.always_there)}."
+    return f"Never removed: {listed(found.always_there)}."
 
 
 def cut_off(cut_after: int | None) -> str:
@@ -246,9 +246,9 @@ def _one_way(found: Any) -> Iterator[PrintedSentence]:
     chosen = both[sizes == sizes.min()].head(1 if sizes.min() else MOST_NAMED)
     units = [int(unit) for parts in chosen["parts"] for unit in parts.split("+")]
     names = f"{listed(unit_named(found, unit) for unit in units)}{' together,' if sizes.min() else ''}"
-    is_lost = f"{'it' if found.cause else found.named} is lost{', too,' if found.cause else ''}"
+    is_lost = f"{'it is also' if found.cause else f'{found.named} is'} lost"
     yield PrintedSentence(
-        f"Without {names} {is_lost} but only while the gap is left, and not when it is closed: that is no cause here.",
+        f"Without {names} {is_lost}, but only while the gap is left, not when it is closed; so this is not a cause.",
         tuple(map(int, [*chosen["index"], *chosen["index_closed"]])),
     )
 

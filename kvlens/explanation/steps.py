@@ -28,7 +28,7 @@ from kvlens.texts import Response
 from kvlens.units import By, Layout, Unit, begins_with_bos, cut, positions_of
 
 LONGEST_ASKED = 100
-"""Characters of the question, or of a text, by which it is named as always there."""
+"""How many characters of the question, or of a text, are quoted where it is said to be never removed."""
 MOST_TOKENS = 64
 """How many tokens the model writes at most when it answers."""
 Depth = Literal["units", "layers", "heads", "positions"]
@@ -147,9 +147,7 @@ class _Prompt:
         if text is not None:
             tokens = torch.cat([tokens, one_sequence(model, "text", text)])
         if not units:
-            raise KVLensError(
-                "prompt: it has nothing but what is always there, and no unit to remove; give documents or a text"
-            )
+            raise KVLensError("prompt: it has only what is never removed, and no unit to remove; give documents or a text")
         if model.cfg.has_position_limit and len(tokens) >= model.cfg.n_ctx:
             raise KVLensError(
                 f"prompt: its {len(tokens):,} tokens leave no room for an answer in n_ctx={model.cfg.n_ctx:,}; shorten it"

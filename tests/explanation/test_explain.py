@@ -169,14 +169,14 @@ def test_an_answer_that_would_go_on_is_marked_as_cut_off(found, monkeypatch, cap
 
 def test_what_is_always_there_is_said(found, capsys):
     """In the text, the page, the terminal and JSON; parts that are given leave the rest of the prompt."""
-    line = f'Always there: the text ("{QUESTION.strip()}") and the begin-of-text token (BOS).'
+    line = f'Never removed: the text ("{QUESTION.strip()}") and the begin-of-text token (BOS).'
     print_explanation(found)
     terminal = " ".join(capsys.readouterr().out.split())
     assert f"\n\n{line}\n\n" in str(found) and line in terminal and line in unescape(explanation_view(found).body)
     assert json.loads(found.to_json())["always_there"] == list(found.always_there)
     model = kvlens.load("facts-gpt2")
     given = kvlens.explain(model, STORY, QUESTION, by=["goat", "donkey"], depth="units")
-    assert "Always there: the rest of the prompt and the text (" in str(given)
+    assert "Never removed: the rest of the prompt and the text (" in str(given)
 
 
 def test_what_is_always_there_in_a_chat():
