@@ -18,9 +18,9 @@ A whole analysis, as you might write it in ``my_package/my_module.py``::
         largest_logit=("float64", "of the next token"),
     )
 
-    @analysis(COLUMNS, "the largest logits of a text, behind its prompt", options={"scale": Option("factor of the logits")})
+    @analysis(COLUMNS, "the largest logits of a text, after its prompt", options={"scale": Option("factor of the logits")})
     def largest_logits(model: HookedKVTransformer, prompt, text, *, scale: float = 1.0):
-        \"\"\"The largest logit at every position of a text, behind its prompt.
+        \"\"\"The largest logit at every position of a text, after its prompt.
 
         Returns:
             One row per position, in order:
@@ -38,7 +38,7 @@ Like the analyses of kvlens it can be run in a batch that can be resumed, on sev
 
 An option has the default of the function's argument. The arguments ``prompt``, ``text``, ``answer`` and ``rival`` are read
 from the fields of these names: token ids, with BOS for the prompt if that is the model's default. A text has no BOS, and the
-function itself reads it behind the prompt. For a model without a tokenizer, a field is a list of token ids, or a string of ids
+function itself reads it after the prompt. For a model without a tokenizer, a field is a list of token ids, or a string of ids
 separated by blanks. Fields that no argument is read from become columns of a batch's table
 (:mod:`kvlens.analyses.batch.records`).
 

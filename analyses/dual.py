@@ -2,10 +2,10 @@
 
 - :func:`dual_losses`: one row per layer, head and query. The loss is linear in W and has no minimum, so its drop measures the
   size of the step, not its quality; it spans dozens of orders of magnitude over the heads of one model, and is therefore given
-  as a logarithm, next to scale-free measures. **None of them shows that a head has learnt anything.** The drop is the squared
+  as a logarithm, next to scale-free measures. **None of them shows that a head has learned anything.** The drop is the squared
   norm |sum_j v_j phi(k_j)^T|^2 / D^2, never negative. The cosines of predictions and labels nearly always rise: the step gives
-  the prediction at k_j, among others, kappa(k_j, k_j) / D times its own label. Labels that belong to other keys do as well, so
-  each figure has a null beside it, *shuffled*: keys, queries, normalizers and W_0's bias stay, and values change places. What
+  the prediction at k_j, among others, kappa(k_j, k_j) / D times its own label. With other keys' labels they rise, too, so each
+  figure has a null beside it, *shuffled*: keys, queries, normalizers and W_0's bias stay, and values change places. What
   exceeds it comes from which value belongs to which key, for which no training is needed: equal tokens have equal keys and
   equal values in untrained models, too (``tests/benchmarks/results/explanations.md``).
 - :func:`dual_demonstrations`: one row per layer, head and token, for one query.
@@ -42,7 +42,7 @@ def has_dual_model(model: HookedKVTransformer) -> None:
     check_attention(model, 1)
 
 
-SHUFFLED = "with the values in a random order, the first token's in its place: the null"
+SHUFFLED = "with the values in a random order, except the first token's, which stays: the null"
 LOSSES = Columns(
     layer=("int64", "from 0"),
     head=("int64", "query head"),
@@ -94,7 +94,7 @@ def dual_losses(
         prompt: a string, or tokens [pos] with BOS if the model uses one.
         n_demonstrations: the first this many tokens are every query's demonstrations; None takes all tokens before each query.
         cosines: whether to compute the cosines, which takes most of the time.
-        seed: of the order in which the null has the values: of the whole text, or of its first ``n_demonstrations`` tokens.
+        seed: of the random order of the values in the null: all of them, or the first ``n_demonstrations``, except the first.
 
     Returns:
         By layer, head, then query:

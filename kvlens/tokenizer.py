@@ -99,7 +99,8 @@ def read_tokenizer(folder: str | Path, **options: Any) -> PreTrainedTokenizerBas
         options: for Transformers' ``from_pretrained``.
 
     Raises:
-        KVLensError: it needs code of its own, its files are missing or damaged, or it makes texts longer without end.
+        KVLensError: it needs code of its own, its files are missing or damaged, or it may make texts very
+            much longer.
     """
     check_regular_files("tokenizer", Path(folder))
     check_growth(Path(folder))
@@ -123,9 +124,9 @@ def read_tokenizer(folder: str | Path, **options: Any) -> PreTrainedTokenizerBas
 
 
 def check_growth(folder: Path) -> None:
-    """Raise KVLensError where a tokenizer.json makes texts very much longer: in Rust, where nothing stops it.
+    """Raise KVLensError where a tokenizer.json may make texts very much longer: that happens in Rust, where nothing stops it.
 
-    Thirty replacements of a letter by two of it fill any memory.
+    Thirty replacements, each of a letter by two of the same, fill any memory.
     """
     config = folder / "tokenizer_config.json"
     said = read_json("tokenizer", config) if config.is_file() else {}

@@ -5,7 +5,7 @@
     OUT.parquet.errors.jsonl    the lines without a prompt and the prompts without rows, and why, if there are any
 
 A prompt that fails only loses its own rows; ``retry_failed`` runs the failed ones again and keeps the rest. A run that was
-killed loses the prompt in hand (of each worker, its own), and is resumed by the same call. Rows are ordered by model, then
+killed loses only the prompt it was at (each worker, its own), and is resumed by the same call. Rows are ordered by model, then
 prompt, whatever the number of workers and interruptions.
 """
 
@@ -226,7 +226,7 @@ def _with_progress(
     """Pass results on, and show how far they are: by a bar on a terminal; elsewhere by lines, as for a script's log."""
     name, total, found, began = plan.analysis.name, plan.n_runs, len(parts.done), time.monotonic()
     if found and shown is not False:
-        tell(f"{found:,} of {total:,} found in {parts.folder.name}; {total - found:,} to run")
+        tell(f"{found:,} of {total:,} already done, in {parts.folder.name}; {total - found:,} to run")
     has_bar, last = sys.stderr.isatty() if shown is None else shown, began
     with tqdm(total=total, initial=found, unit="prompt", desc=name, disable=not has_bar) as bar:
         for result in results:

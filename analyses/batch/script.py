@@ -40,7 +40,7 @@ the analysis; fields of your own become columns of the table), a .json file with
 file with one prompt per line, or a folder with one prompt per file. FILE gets one row group per prompt, by model, then in the \
 order of the prompts, and kvlens.read_table("FILE") reads and checks it; FILE.errors.jsonl lists the lines and prompts \
 without rows, and --retry-failed runs those prompts again. Until the batch is complete, FILE.partial is a folder with the \
-results so far: the same command resumes a run that was interrupted or killed, which loses the prompt in hand."""
+results so far: the same command resumes a run that was interrupted or killed; only the prompt it was at is run again."""
 EXAMPLE = "  kvlens analyse bias_by_head prompts.jsonl --model docs-linear --text ' The' --out table.parquet"
 EXAMPLE_VALUES = {
     "prompt": "Kaya feeds a donkey. Mira keeps a goat.",
@@ -171,7 +171,7 @@ def print_list(prog: str) -> int:
 
 def _print(result: "BatchResult", n_models: int, *, of_prompts: bool) -> None:
     failed, n_runs = result.n_without_rows, result.n_prompts * n_models
-    runs = "runs of a prompt" if n_models > 1 else "prompts"
+    runs = "prompt runs" if n_models > 1 else "prompts"
     with_rows = _count(n_runs - failed, "prompt" if of_prompts else "model")
     if of_prompts and n_models > 1:
         with_rows = f"{n_runs - failed:,} {runs}" if failed else _count(result.n_prompts, "prompt")

@@ -128,8 +128,8 @@ def columns_of(analysis: "Analysis", own_fields: Mapping[str, str]) -> dict[str,
     for name in own_fields:
         if name in others:
             raise KVLensError(
-                f"prompts: the field {name!r} of the records would be a column of the table, and {analysis.name} has one of "
-                f"that name; call it something else, such as {f'my_{name}'!r}"
+                f"prompts: the field {name!r} of the records would be a column of the table, and {analysis.name} already "
+                f"has one of that name; call it something else, such as {f'my_{name}'!r}"
             )
     return {**dict.fromkeys(FRONT_COLUMNS, "str"), **own_fields, **analysis.columns.dtypes}
 

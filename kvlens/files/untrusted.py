@@ -68,11 +68,11 @@ def read_json(what: str, path: Path) -> Any:
 
 
 def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, for ``object_pairs_hook``; ValueError where a name stands twice, of which Python would take the last."""
+    """A JSON object, for ``object_pairs_hook``; ValueError where a name occurs twice: Python would take the last."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ValueError(f"{brief(name)} stands twice in one object")
+            raise ValueError(f"{brief(name)} occurs twice in one object")
         found[name] = value
     return found
 

@@ -156,10 +156,11 @@ def check_places(path: Path, header: Header) -> None:
     kinds = {int(kind): kind for kind in GGMLQuantizationType if kind.name not in ("I8", "I16", "I32", "I64")}
     for name, tensor in header.tensors.items():
         if tensor.kind not in kinds:
-            raise _damaged(path, f"{brief(name)} has type {tensor.kind}, which is none of weights that the package gguf knows")
+            raise _damaged(path, f"{brief(name)} has type {tensor.kind}, which is no type of weights in the package gguf")
         block, n_bytes = GGML_QUANT_SIZES[kinds[tensor.kind]]
         if tensor.place != place or not tensor.shape or tensor.shape[0] % block or tensor.size == 0:
-            raise _damaged(path, f"{brief(name)} of shape {[*tensor.shape]} is at {tensor.place}, expected {place}")
+            expected = f"expected {place}, and rows of a multiple of {block}"
+            raise _damaged(path, f"{brief(name)} of shape {[*tensor.shape]} is at {tensor.place}, {expected}")
         stop = place + tensor.size // block * n_bytes
         place = stop + -stop % step
     start, n_bytes = header.end + -header.end % step, path.stat().st_size
@@ -179,14 +180,14 @@ def check_names(path: Path, architecture: str, header: Header) -> None:
     for missing in read - {*header.entries}:
         for name in header.entries:
             if len(name) == len(missing) and sum(a != b for a, b in zip(name, missing, strict=True)) == 1:
-                raise _damaged(path, f"it has an entry {brief(name)} and no {missing}")
+                raise _damaged(path, f"it has an entry {brief(name)}, but no {missing!r}")
     kind = next((kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture), None)
     if kind is None or architecture not in GGUF_SUPPORTED_ARCHITECTURES:
         return
     known = {TENSOR_NAMES[tensor] for tensor in MODEL_TENSORS[kind]}
     unknown = [name for name in header.tensors if re.sub(r"\.\d+\.", ".{bid}.", name.rpartition(".")[0]) not in known]
     if unknown:
-        raise _damaged(path, f"models of the architecture {architecture} have no {brief(unknown[0])}")
+        raise _damaged(path, f"models of the architecture {architecture} have no tensor {brief(unknown[0])}")
 
 
 def _damaged(path: Path, how: str) -> KVLensError:
@@ -213,7 +214,7 @@ class _Reader:
         n_tokens = embedding.shape[-1] if embedding is not None and embedding.shape else 0
         if n_bytes > MOST_BYTES + BYTES_A_TOKEN * n_tokens or self.longest > MOST_IN_AN_ARRAY + ITEMS_A_TOKEN * n_tokens:
             raise ValueError(
-                f"{n_bytes:,} bytes of entries, with up to {self.longest:,} in an array, are no metadata of {n_tokens:,} tokens"
+                f"{n_bytes:,} bytes of metadata, with up to {self.longest:,} in an array, are too many for {n_tokens:,} tokens"
             )
         return Header(entries, tensors, self.at)
 
@@ -222,7 +223,7 @@ class _Reader:
         for _ in range(n):
             name = self.string()
             if name in found:
-                raise ValueError(f"two things are called {brief(name)}")
+                raise ValueError(f"two entries or tensors are called {brief(name)}")
             found[name] = read()
         return found
 

@@ -51,7 +51,7 @@ TOP_HEADS = 12
 """Number of heads in the circuitsvis view."""
 TOP_PLACES = 5
 CONVERTED = "The prompt's conversion into a KV bias (numbers in each attention head that take the prompt's place) is"
-WITHOUT_A_HEAD = "Without a head means that it reads nothing of the prompt but BOS; effects of several heads do not add up. "
+WITHOUT_A_HEAD = "Without a head: it reads nothing of the prompt but BOS; effects of several heads do not add up. "
 ABOUT_HEADS = (
     f"{ABLATION}: KL divergence of the predictions on the text. {WITHOUT_A_HEAD}Choose a head in the map to see its attention "
     "pattern and its prompt tokens."
@@ -80,7 +80,7 @@ def build_page(report: Report) -> Page:
     )
     page.add(_generated(summary))
     ranked, by = ranked_heads(report), ranking(report)
-    order = "" if by == ABLATION else "Ordered by their effect on the answer, which need not be that on the text. "
+    order = "" if by == ABLATION else "Ordered by their effect on the answer; the effect on the text may differ. "
     page.section("Heads", order + ABOUT_HEADS)
     page.add(_head_table(ranked, by))
     page.add(head_heatmap(ranked, by, details=report.heads, title="map of heads"))

@@ -168,7 +168,7 @@ def _print_heads(console: Console, report: Report) -> None:
         )
     console.print()
     if of_answer:
-        console.print(Padding(f"the largest by their effect on the answer: {_printable(by)}", (0, 0, 0, 2)))
+        console.print(Padding(f"those with the largest effect on the answer: {_printable(by)}", (0, 0, 0, 2)))
     console.print(Padding(table, (0, 0, 0, 2)))
 
 

@@ -233,9 +233,9 @@ DAMAGED = {
     "many strings": (more("general.tags", STRINGS + struct.pack("<Q", MANY) + bytes(8 * MANY)), "up to 1,000,000 in an array"),
     "a long string": (
         more("tokenizer.ggml.model_2", struct.pack("<IQ", 8, LONG) + b"x" * LONG),
-        r"bytes of entries, .* are no metadata of \d+ tokens",
+        r"bytes of metadata, .* are too many for \d+ tokens",
     ),
-    "a name twice": (more(EPS, FLOAT + struct.pack("<f", 1e-6)), f"two things are called '{EPS}'"),
+    "a name twice": (more(EPS, FLOAT + struct.pack("<f", 1e-6)), f"two entries or tensors are called '{EPS}'"),
 }
 
 

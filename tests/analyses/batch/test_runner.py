@@ -205,7 +205,7 @@ def test_a_kill_loses_the_prompt_in_hand_alone(model_folder, tmp_path, prompts, 
     assert names(tmp_path / "t.parquet.partial") == [*parts, "settings.json"]
     (damaged := tmp_path / "t.parquet.partial" / parts[2]).write_bytes(b"PAR1")
     run_batch(work, source, out, tell=lines.append)
-    assert lines == [f"{damaged} is damaged; its prompt is run again", "3 of 7 found in t.parquet.partial; 4 to run"]
+    assert lines == [f"{damaged} is damaged; its prompt is run again", "3 of 7 already done, in t.parquet.partial; 4 to run"]
     assert asked == ["2", "4", "5", "6"]
     run_batch(work, source, tmp_path / "whole.parquet")
     assert out.read_bytes() == (tmp_path / "whole.parquet").read_bytes()

@@ -130,7 +130,7 @@ def test_rows_are_counted_of_the_prompts_that_have_them(model_folder, other_fold
     assert "Written to t.parquet: 2 rows of 1 prompt\n2 of 3 prompts failed: see" in told
     assert main([*command, "--model", other_folder, "--out", "u.parquet"]) == 1
     told = capsys.readouterr().out
-    assert "Written to u.parquet: 4 rows of 2 runs of a prompt on 2 models\n4 of 6 runs of a prompt failed: see" in told
+    assert "Written to u.parquet: 4 rows of 2 prompt runs on 2 models\n4 of 6 prompt runs failed: see" in told
 
 
 def test_a_log_says_what_was_found_and_how_far_it_is(model_folder, capsys, monkeypatch):
@@ -148,7 +148,7 @@ def test_a_log_says_what_was_found_and_how_far_it_is(model_folder, capsys, monke
     capsys.readouterr()
     assert letters(model_folder) == 0
     assert capsys.readouterr().err.splitlines() == [
-        "2 of 6 found in t.parquet.partial; 4 to run",
+        "2 of 6 already done, in t.parquet.partial; 4 to run",
         "letters: 4 of 6; about 00:40 left",
         "letters: 6 of 6; about 00:00 left",
     ]
