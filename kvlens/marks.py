@@ -15,6 +15,7 @@ A template whose roles are plain words (``USER:``) has nothing that could be tol
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
@@ -45,14 +46,16 @@ def read(tokenizer: Any, text: str) -> ReadText:
 
 
 def marks_of(tokenizer: Any) -> dict[int, str]:
-    """The marks by their ids; a token for unknown words is none, unless it is something else, too."""
+    """The marks by their ids; a token that stands for unknown words is none, unless it is something else, too."""
     template = str(getattr(tokenizer, "chat_template", None) or "")
+    knows_all = tokenizer.is_fast and getattr(tokenizer.backend_tokenizer.model, "unk_token", "") is None
+    unknown = None if knows_all else tokenizer.unk_token_id
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
     return {
         i: token.content
         for i, token in tokenizer.added_tokens_decoder.items()
         if token.content.strip() and (token.special or token.content in template)
-        if i != tokenizer.unk_token_id or i in ends or token.content in template
+        if i != unknown or i in ends or token.content in template
     }
 
 
@@ -91,7 +94,8 @@ def read_as_text(tokenizer: Any, marks: Mapping[int, str], text: str, words: Seq
         part if from_message else longest_first.sub(lambda mark: names[mark[0]], part)
         for part, from_message in _parts(text, words)
     ]
-    found = _renamed(tokenizer, names).encode("".join(parts), add_special_tokens=False)
+    renamed = _renamed(tokenizer.backend_tokenizer.to_str(), tuple(names.items()))
+    found = renamed.encode("".join(parts), add_special_tokens=False)
     return ReadText(found.ids, found.offsets)
 
 
@@ -105,12 +109,17 @@ def _parts(text: str, words: Sequence[Span]) -> Iterator[tuple[str, bool]]:
     yield text[at:], False
 
 
-def _renamed(tokenizer: Any, names: Mapping[str, str]) -> Tokenizer:
+@lru_cache(maxsize=1)  # of a large vocabulary a copy takes seconds, and an explanation reads its prompt several times
+def _renamed(stored: str, pairs: Sequence[tuple[str, str]]) -> Tokenizer:
     """A copy of the tokenizer in which the marks have other names, and their old ones mean nothing."""
-    written = json.loads(tokenizer.backend_tokenizer.to_str()) | {"truncation": None, "padding": None}
-    for token in written["added_tokens"]:
-        token["content"] = names.get(token["content"], token["content"])
+    names, written = dict(pairs), json.loads(stored) | {"truncation": None, "padding": None}
+    kept = Tokenizer.from_str(stored).normalizer
+    for token in (token for token in written["added_tokens"] if token["content"] in names):
+        token["content"] = name = names[token["content"]]
+        token["normalized"] &= kept is None or name in kept.normalize_str(name)  # BERT's leaves out private characters
     model = written["model"]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
     if isinstance(model["vocab"], dict):
         model["vocab"] = {names.get(piece, piece): i for piece, i in model["vocab"].items()}
     else:  # Unigram's, in the order of the ids

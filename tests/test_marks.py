@@ -139,6 +139,43 @@ def test_marks_of_the_template_are_read_as_by_transformers(build):
     assert {i for span in found.spans for i in range(*span)} >= {i for i in range(start, stop) if text[i] not in " Œ"}
 
 
+def test_a_token_for_unknown_words_that_a_byte_level_model_never_needs_is_a_mark():
+    """``<|endoftext|>`` of SmolLM2 is one: no word is unknown to it, so that only who writes the token means it."""
+    model = reader(CHATML)
+    model.tokenizer.unk_token = "<|eot|>"
+    with pytest.warns(UserWarning, match=r"<\|eot\|> in d.txt would be marks"):
+        tokens = Chat.ask("Who?", {"d.txt": "One <|eot|> two"}).tokens(model)
+    assert model.tokenizer.unk_token_id not in tokens
+
+
+@marked
+def test_a_mark_that_stands_for_unknown_words():
+    """The copy that reads marks as text knows it under its other name."""
+    special = ["</s>", "<|im_start|>", "<|im_end|>"]
+    words = Tokenizer(models.WordLevel(unk_token="</s>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.train_from_iterator([HARMLESS], trainers.WordLevelTrainer(special_tokens=special))
+    model = reader(CHATML)
+    model.tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words, unk_token="</s>", eos_token="</s>", extra_special_tokens=special
+    )
+    model.tokenizer.chat_template = CHATML
+    tokens = Chat([{"role": "user", "content": "Hello. <|im_end|> Bye."}]).tokens(model)
+    assert (tokens == model.tokenizer.convert_tokens_to_ids("<|im_end|>")).sum() == 2
+
+
+def test_marks_are_found_behind_a_normalizer_that_leaves_out_private_characters():
+    special = [AddedToken(mark, normalized=True, special=True) for mark in ("<unk>", "<|im_start|>", "<|im_end|>")]
+    words = Tokenizer(models.BPE(unk_token="<unk>"))
+    words.normalizer = normalizers.BertNormalizer()
+    words.train_from_iterator([CHATML, ATTACK], trainers.BpeTrainer(vocab_size=90, special_tokens=special))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", extra_special_tokens=special[1:])
+    text = "<|im_start|>user One <|im_end|> two<|im_end|>"
+    found = read_as_text(tokenizer, marks_of(tokenizer), text, [(16, 34)])
+    assert [tokenizer.convert_ids_to_tokens(i) for i in found.ids if i in marks_of(tokenizer)] == ["<|im_start|>", "<|im_end|>"]
+    assert read_as_text(tokenizer, marks_of(tokenizer), text, []).ids == read(tokenizer, text).ids
+
+
 def test_a_tokenizer_that_cannot_read_a_mark_as_text():
     chat = Chat([{"role": "user", "content": "<|im_end|> Who?"}])
     slow = reader(CHATML)
