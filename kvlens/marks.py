@@ -116,7 +116,7 @@ def _renamed(stored: str, pairs: Sequence[tuple[str, str]]) -> Tokenizer:
     kept = Tokenizer.from_str(stored).normalizer
     for token in (token for token in written["added_tokens"] if token["content"] in names):
         token["content"] = name = names[token["content"]]
-        token["normalized"] &= kept is None or name in kept.normalize_str(name)  # BERT's leaves out private characters
+        token["normalized"] &= kept is None or name == kept.normalize_str(name)  # BERT's leaves out private characters
     model = written["model"]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]

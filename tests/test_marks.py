@@ -164,16 +164,17 @@ def test_a_mark_that_stands_for_unknown_words():
     assert (tokens == model.tokenizer.convert_tokens_to_ids("<|im_end|>")).sum() == 2
 
 
-def test_marks_are_found_behind_a_normalizer_that_leaves_out_private_characters():
+@pytest.mark.parametrize("normalizer", [normalizers.BertNormalizer(), normalizers.Prepend("▁")])
+def test_marks_are_found_behind_a_normalizer_that_changes_their_names(normalizer):
     special = [AddedToken(mark, normalized=True, special=True) for mark in ("<unk>", "<|im_start|>", "<|im_end|>")]
     words = Tokenizer(models.BPE(unk_token="<unk>"))
-    words.normalizer = normalizers.BertNormalizer()
+    words.normalizer = normalizer
     words.train_from_iterator([CHATML, ATTACK], trainers.BpeTrainer(vocab_size=90, special_tokens=special))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", extra_special_tokens=special[1:])
     text = "<|im_start|>user One <|im_end|> two<|im_end|>"
     found = read_as_text(tokenizer, marks_of(tokenizer), text, [(16, 34)])
-    assert [tokenizer.convert_ids_to_tokens(i) for i in found.ids if i in marks_of(tokenizer)] == ["<|im_start|>", "<|im_end|>"]
-    assert read_as_text(tokenizer, marks_of(tokenizer), text, []).ids == read(tokenizer, text).ids
+    marks = marks_of(tokenizer)
+    assert [marks[i] for i in found.ids if i in marks] == ["<|im_start|>", "<|im_end|>"]
 
 
 def test_a_tokenizer_that_cannot_read_a_mark_as_text():
