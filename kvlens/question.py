@@ -2,7 +2,6 @@
 
 In most user messages the last sentences ask, and what comes before is what they are about. A sentence asks if it ends in a
 question mark or a colon, or begins as an English question or instruction does; in other languages only its end decides.
-An indented line instructs nobody: ``return`` there is code.
 """
 
 import re
@@ -24,7 +23,7 @@ _VERBS = (
     "summarize tell think translate use verify write"
 )
 _ASKS = re.compile(
-    rf"""(?![ ]{{2}}|\t) [\s"'“‘(\[*_\#>-]* (?: \d+[.)] \s+ )? (?: {_FIRST} )* (?: {_CLAUSE} )?
+    rf"""[\s"'“‘(\[*_\#>-]* (?: \d+[.)] \s+ )? (?: {_FIRST} )* (?: {_CLAUSE} )?
     (?: (?: what | which | who | whom | whose | how | why | is | are | was | were | do | does | did | don't | can | could
     | would | should | be | i \s want \s you | you \s (?: must | should ) | your \s (?: task | job ) | let \s me
     | {"|".join(_VERBS.split())} ) \b | please \s )""",

@@ -25,7 +25,6 @@ ASKED = {
     "Where is it?": f"{NOTE}\n\nWhere is it? Thank you.",
     "Nenne die Stadt.": f"{NOTE}\nNenne die Stadt.",
     NOTE: NOTE,
-    "What does it do?": "What does it do?\n\ndef f(x):\n    return x + 1",
     "Tell me a joke.": "Tell me a joke.",
     "???": "???",
 }
