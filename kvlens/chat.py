@@ -19,14 +19,13 @@ from torch import Tensor
 
 from kvlens.arguments import Span, check_characters
 from kvlens.errors import KVLensError, brief, first_line, nearest, warn
-from kvlens.marks import ReadText, marks_in, marks_of, read, read_as_text
+from kvlens.marks import ROLES, ReadText, marks_in, marks_of, read, read_as_text
 from kvlens.model import KVModel
 from kvlens.question import question_in
 from kvlens.templates import written_by_template
 from kvlens.tokenizer import warn_of_unknown_words
 from kvlens.units import By, Layout, Passage, Unit, cut, layout_of_tokens, tiled
 
-ROLES = ("system", "user", "assistant", "tool")
 Messages = list[dict[str, str]]
 Marks = Literal["as text", "as they are"]
 PLACEHOLDER = "KVLENSMARK"

@@ -12,6 +12,8 @@ token wherever it stands, in a document, too: text from outside could become a s
 A template whose roles are plain words (``USER:``) has nothing that could be told from the same words in a document.
 """
 
+import contextlib
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +24,9 @@ from tokenizers import Tokenizer
 
 from kvlens.arguments import Span
 from kvlens.errors import KVLensError
+from kvlens.templates import written_by_template
 
+ROLES = ("system", "user", "assistant", "tool")
 PRIVATE = range(0x100000, 0x10FFFE)
 """Unicode's last plane of private characters, in which the names of marks are written."""
 
@@ -47,7 +51,7 @@ def read(tokenizer: Any, text: str) -> ReadText:
 
 def marks_of(tokenizer: Any) -> dict[int, str]:
     """The marks by their ids; a token that stands for unknown words is none, unless it is something else, too."""
-    template = str(getattr(tokenizer, "chat_template", None) or "")
+    template = _written(tokenizer)
     knows_all = tokenizer.is_fast and getattr(tokenizer.backend_tokenizer.model, "unk_token", "") is None
     unknown = None if knows_all else tokenizer.unk_token_id
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
@@ -57,6 +61,17 @@ def marks_of(tokenizer: Any) -> dict[int, str]:
         if token.content.strip() and (token.special or token.content in template)
         if i != unknown or i in ends or token.content in template
     }
+
+
+def _written(tokenizer: Any) -> str:
+    """The source of the chat template and what it writes around a message of each role, where it puts strings together."""
+    template = getattr(tokenizer, "chat_template", None)
+    found = [str(template or "")]
+    for role, before in itertools.product(ROLES, ([], [{"role": "user", "content": "-"}])) if template else ():
+        with contextlib.suppress(Exception):  # of a role that it refuses, or refuses there
+            chat = [*before, {"role": role, "content": "-"}]
+            found.append(written_by_template(tokenizer, chat, tokenize=False, add_generation_prompt=True))
+    return "\n".join(found)
 
 
 def marks_in(tokenizer: Any, marks: Mapping[int, str], text: str) -> list[str]:

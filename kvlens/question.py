@@ -10,6 +10,8 @@ from itertools import groupby, pairwise, takewhile
 from kvlens.arguments import Span
 from kvlens.units import spans_of
 
+FEW_WORDS = 3
+"""Of a paragraph that may stand behind the question."""
 _BLANK_LINES = re.compile(r"\n\s*\n\s*")
 _ENDS_ASKING = re.compile(r"[?？؟:：][\"'”’)\]*_\s]*$")
 _FIRST = r"""(?: please | kindly | now | then | also | and | so | just | only | first | next | finally )\b,? \s*"""
@@ -34,10 +36,11 @@ _ASKS = re.compile(
 def question_in(message: str) -> Span:
     """The characters of a user's message that ask; the first of these that there are:
 
-    1. the sentences that ask at the end of the last paragraph, with cues for the answer behind it (``Answer:``);
-    2. cues alone;
+    1. the sentences that ask at the end of the last paragraph, with the paragraphs before it that do nothing but ask, and with
+       a few words behind it (``Answer:``, ``Thank you!``);
+    2. such a cue for the answer alone;
     3. the sentences that ask at the beginning of the message (``Summarize this text:``);
-    4. the last ones that ask in the last paragraph, where others stand behind them (``Where is it? Thank you.``);
+    4. the last ones that ask in the last paragraph, where others stand behind them (``Where is it? It was in May.``);
     5. the last paragraph; of a single paragraph the last line; of a single line the whole message.
 
     >>> message = "The office moves to Rotterdam. The rent is low. In which city is it? Answer in one word."
@@ -47,13 +50,16 @@ def question_in(message: str) -> Span:
     """
     edges = [0, *(blank.end() for blank in _BLANK_LINES.finditer(message) if blank.end() < len(message)), len(message)]
     paragraphs = [*pairwise(edges)]
-    n_cues = len([*takewhile(lambda span: _is_cue(message, span), paragraphs[:0:-1])])
-    last = paragraphs[len(paragraphs) - n_cues - 1]
-    at_the_end, at_the_beginning = _asking(message, last), _asking(message, paragraphs[0])
-    if at_the_end and at_the_end[-1][1] == last[1]:
-        return at_the_end[-1][0], len(message)
-    if n_cues:
-        return paragraphs[-n_cues][0], len(message)
+    words_behind = [*takewhile(lambda span: _is_few_words(message[slice(*span)]), paragraphs[:0:-1])]
+    asked = paragraphs[: len(paragraphs) - len(words_behind)]
+    at_the_end, at_the_beginning = _asking(message, asked[-1]), _asking(message, asked[0])
+    has_cue = any(_is_cue(message[slice(*span)]) for span in words_behind)
+    if at_the_end and (at_the_end[-1][1] == asked[-1][1] or has_cue):
+        start, _ = at_the_end[-1]
+        above = takewhile(lambda span: start == asked[-1][0] and _asking(message, span) == [span], asked[-2::-1])
+        return min([start, *(first for first, _ in above)]), len(message)
+    if has_cue:
+        return words_behind[-1][0], len(message)
     if at_the_beginning and at_the_beginning[0][0] == 0:
         return at_the_beginning[0]
     if at_the_end:
@@ -62,10 +68,16 @@ def question_in(message: str) -> Span:
 
 
 def _asking(message: str, paragraph: Span) -> list[Span]:
-    """The runs of sentences of a paragraph that ask."""
+    """The runs of sentences of a paragraph that ask; an indented line is code, in which ``return`` instructs nobody."""
     first, last = paragraph
     sentences = [(first + start, first + stop) for start, stop in spans_of(message[first:last], "sentence")]
-    runs = [[*run] for does_ask, run in groupby(sentences, lambda span: asks(message[slice(*span)])) if does_ask]
+
+    def does_ask(span: Span) -> bool:
+        sentence = message[slice(*span)]
+        is_indented = span[0] > 0 and message[span[0] - 1] == "\n" and sentence.startswith((" ", "\t"))
+        return not is_indented and asks(sentence)
+
+    runs = [[*run] for those_that_ask, run in groupby(sentences, does_ask) if those_that_ask]
     return [(run[0][0], run[-1][1]) for run in runs]
 
 
@@ -74,7 +86,11 @@ def asks(sentence: str) -> bool:
     return bool(_ENDS_ASKING.search(sentence) or _ASKS.match(sentence))
 
 
-def _is_cue(message: str, span: Span) -> bool:
-    """Whether a paragraph is a cue for the answer: a few words and a colon."""
-    text = message[slice(*span)].strip()
-    return text.endswith((":", "：")) and len(text.split()) <= 3
+def _is_few_words(paragraph: str) -> bool:
+    """Whether a paragraph is a cue for the answer, or a few words that ask nothing."""
+    return len(paragraph.split()) <= FEW_WORDS and (_is_cue(paragraph) or not asks(paragraph))
+
+
+def _is_cue(paragraph: str) -> bool:
+    """Whether a paragraph is a heading or ends in a colon: behind it the answer is expected."""
+    return paragraph.rstrip().endswith((":", "：")) or paragraph.startswith("#")

@@ -30,7 +30,7 @@ from kvlens.explanation.steps import explain
 from kvlens.texts import WORD, Response, Word
 
 CONTEXT, MEMORY, AGREE, NEITHER = "from the context", "from memory", "both agree", "neither"
-MOST_TOKENS, AT_ONCE = 32, 8
+LONGEST, AT_ONCE = 32, 8
 ORIGINS = Columns(
     fact=("int64", "its number, from 0"),
     object=("str", "that the prompt states"),
@@ -136,7 +136,7 @@ def _said(model: KVModel, prompts: list[Int[Tensor, " _"]]) -> list[Response]:
     texts: list[list[int]] = []
     with terminal_bar("answers") as bar:
         for start in range(0, len(prompts), AT_ONCE):
-            texts += responses(model, prompts[start : start + AT_ONCE], MOST_TOKENS, ends)
+            texts += responses(model, prompts[start : start + AT_ONCE], LONGEST, ends)
             bar.update(len(texts) / len(prompts) - bar.n)
     return [Response.of(model, prompt, prompt.new_tensor(text)) for prompt, text in zip(prompts, texts, strict=True)]
 
