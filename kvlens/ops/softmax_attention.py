@@ -215,6 +215,7 @@ def _with_log_normalizer(
     """z [batch, head, query, d_head] and log n [batch, head, query]."""
     if q.device.type == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # it reads others wrongly
         return kernel(q, k, v, 0.0, triangle, attn_mask=mask, scale=1 / scale)
     grouped = q.shape[1] != k.shape[1]
     z = F.scaled_dot_product_attention(q, k, v, mask, is_causal=triangle, scale=1 / scale, enable_gqa=grouped)

@@ -72,6 +72,16 @@ def test_the_log_normalizer_summed_in_blocks_is_the_kernels(monkeypatch):
     torch.testing.assert_close(got.transpose(1, 2), expected, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("transposed", ["q", "k", "v"])
+def test_the_normalizer_and_the_output_do_not_depend_on_the_memory_layout(transposed):
+    q, k, v = (torch.randn(2, 7, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    given = {"q": q, "k": k, "v": v}
+    given[transposed] = given[transposed].mT.contiguous().mT
+    expected, found = (fused_softmax_attention(*of, scale=2.0, log_normalizer=True) for of in ((q, k, v), given.values()))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
 def test_a_query_that_sees_nothing_gets_zero():
     q, k, v = draw()
     padding = torch.zeros(2, 11, dtype=torch.bool)
