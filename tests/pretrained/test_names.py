@@ -213,7 +213,7 @@ def test_the_command_line_takes_a_name_whose_files_are_here(tmp_path, monkeypatc
 
     monkeypatch.chdir(tmp_path)
     assert run("gpt2-small", "hub") == 0
-    assert "of 1 prompts" in capsys.readouterr().out
+    assert "of 1 prompt\n" in capsys.readouterr().out
     for model, cache, words in (
         ("pythia-70m", "hub", "TransformerLens knows 'pythia-70m', but its files are not in the local cache"),
         ("pythia-70n", "hub", "did you mean 'pythia-70m'"),

@@ -88,7 +88,7 @@ CHATS = {
 @pytest.mark.parametrize("messages", CHATS.values(), ids=CHATS)
 def test_chats_are_written_as_transformers_writes_them(smollm2, messages):
     expected = smollm2.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert Chat(messages).tokens(smollm2).tolist() == expected
+    assert Chat(messages, marks="as they are").tokens(smollm2).tolist() == expected
     assert prompt_tokens(smollm2, Chat(messages).text(smollm2)).tolist() == expected  # its BOS is <|im_start|>: one, not two
     assert expected[:2] != [smollm2.tokenizer.bos_token_id] * 2
 

@@ -224,7 +224,7 @@ def test_a_chat_on_the_command_line_needs_no_text_and_is_refused_in_its_words(tm
     for command in ("explain", "report"):
         assert main([command, *words[1:5], "--out", str(tmp_path / command)]) == 2
         error = capsys.readouterr().err
-        assert "--messages: the chat of" in error and "by=" not in error and "Chat.ask" not in error
+        assert "--messages: the chat in" in error and "by=" not in error and "Chat.ask" not in error
         assert ("--by none" in error) == (command == "report")
     assert main(["explain", "--model", "docs-linear", "--question", "Return the widget?"]) == 2
     assert "--document FILE or --system TEXT" in capsys.readouterr().err
