@@ -115,13 +115,14 @@ def state_erasure(
     with model.kv_bias(before):
         memories = read_memory(model, prompt_sequence(model, "prompt", prompt))
     frames = []
-    for memory, old in zip(memories, before.recurrent.b_KV.to(torch.float64), strict=True):
-        states = {
+    states = [layer.state.b_kv[0].to(torch.float64) for layer in before.layers if layer.state is not None]
+    for memory, old in zip(memories, states, strict=True):
+        parts = {
             "left": memory.state_map @ old,
             "left_by_decay": memory.decay[..., None] * old,
             "written": torch.einsum("phk,phv->hkv", memory.carried_keys, memory.values),
         }
         norm = old.norm(dim=(1, 2))
-        relative = {name: state.norm(dim=(1, 2)) / norm for name, state in states.items()}
+        relative = {name: state.norm(dim=(1, 2)) / norm for name, state in parts.items()}
         frames.append(ERASURE.frame({"layer": memory.layer, "head": range(len(norm)), "earlier_norm": norm, **relative}))
     return pd.concat(frames, ignore_index=True)

@@ -146,7 +146,7 @@ class Question:
 
     def reads_under(self, biases: KVBias) -> LogitsAfter:
         """Reads a text under each bias of a batch."""
-        n_rows = biases.b_KV.shape[1]
+        n_rows = biases.n_rows
 
         def read(text: Tensor, n_last: int) -> Tensor:
             self.account.count(n_rows * len(text))

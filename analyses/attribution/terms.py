@@ -9,7 +9,7 @@ has one. What was held before the prompt stays.
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,24 +19,20 @@ from torch import Tensor
 
 from kvlens import Counterfactuals, HookedKVTransformer, KVBias, KVLensError, KVModel, convert_prompt
 from kvlens.bridge import read_memory
+from kvlens.kv_bias import Layer
 from kvlens.memory import NUMBERS_AT_ONCE
 from kvlens.model import heads_per_layer
 
 from ..bias.exchange import (
     ALL,
-    OF_SHIFT_STATE,
-    RECURRENT_PREFIX,
     Exchange,
     has_shift_state,
     in_one_space,
     kv_heads_read,
-    tensors_of,
     variants_at_once,
-    with_tensors,
 )
-from ..segments import stack_layers
 
-SHIFT_STATES = (*OF_SHIFT_STATE, RECURRENT_PREFIX + "conv")
+SHIFT_STATES = ("last_k", "last_v", "last_q", "conv")
 """The tensors that the text's first tokens mix with their own: the shift state, and the inputs of a short convolution."""
 
 
@@ -58,29 +54,31 @@ def hidden_from_text(model: KVModel, prompt: Int[Tensor, " pos"], units: Bool[Te
     """
     terms = Terms.of_prompt(model, prompt)
     bias = terms.bias
-    for rows in units.split(max(1, NUMBERS_AT_ONCE // max(1, bias.b_KV.numel()))):
+    for rows in units.split(max(1, NUMBERS_AT_ONCE // max(1, sum(part.b_kv.numel() for part in bias.attention)))):
         whole = bias.repeat(len(rows))
-        left = tensors_of(whole)
-        left |= {name: _without_rows(left[name], rows) for name in SHIFT_STATES if name in left}
-        left |= {name: left[name] - taken.to(left[name]) for name, taken in terms.of(carriers(bias, rows)).items()}
-        yield with_tensors(whole, left)
+        layers = []
+        for layer, taken in zip(whole.layers, terms.of(carriers(bias, rows)), strict=True):
+            left = {name: _without_rows(x, rows) for name, x in layer.tensors().items() if name in SHIFT_STATES}
+            left |= {name: layer.tensors()[name] - x.to(whole.device, whole.dtype) for name, x in taken.items()}
+            layers.append(layer.with_tensors(left))
+        yield whole.of_layers(layers, whole._edited("positions hidden"))
 
 
 def carriers(bias: KVBias, units: Bool[Tensor, "row pos"]) -> Bool[Tensor, "row pos"]:
     """The positions whose keys and values hold something of the given ones: they, and under a KV shift the next ones."""
-    window = max(bias.last_k.shape[-3], bias.last_v.shape[-3])
+    window = max([0, *(layer.last[x].shape[1] for layer in bias.layers for x in "kv" if x in layer.last)])
     found = units.clone()
     for lag in range(1, min(window, units.shape[1] - 1) + 1):
         found[:, lag:] |= units[:, :-lag]
     return found
 
 
-def _without_rows(last: Float[Tensor, "layer row window *rest"], units: Bool[Tensor, "row pos"]) -> Tensor:
+def _without_rows(last: Float[Tensor, "row window *rest"], units: Bool[Tensor, "row pos"]) -> Tensor:
     """The shift state with zeros in its rows of the hidden positions; its last row belongs to the last position."""
-    n = min(last.shape[2], units.shape[1])
-    keep = torch.ones(last.shape[1:3], dtype=last.dtype, device=last.device)
-    keep[:, last.shape[2] - n :] = (~units[:, units.shape[1] - n :]).to(keep)
-    return last * keep.reshape(1, *keep.shape, *[1] * (last.dim() - 3))
+    n = min(last.shape[1], units.shape[1])
+    keep = torch.ones(last.shape[:2], dtype=last.dtype, device=last.device)
+    keep[:, last.shape[1] - n :] = (~units[:, units.shape[1] - n :]).to(keep)
+    return last * keep.reshape(*keep.shape, *[1] * (last.dim() - 2))
 
 
 @dataclass(frozen=True)
@@ -114,36 +112,34 @@ class Terms:
             return cls(model, found.bias, n, read, found)
         bias = convert_prompt(model, prompt)
         bias = bias if bias.batch_size is None else bias.select_prompt(0)
-        if bias.d_phi < n or bias.features is None or bias.features.kind != "virtual_keys":
+        if bias.kind != "virtual_keys" or (bias.attention and bias.d_phi < n):
             raise KVLensError('this needs a prompt with all of its keys: convert_prompt(model, prompt, method="exact")')
-        states = state_terms(model, prompt) if bias.recurrent.layers else None
+        states = state_terms(model, prompt) if any(layer.state is not None for layer in bias.layers) else None
         return cls(model, bias, n, read, None, states, bias.d_phi - n)
 
-    def of(self, chosen: Bool[Tensor, "row pos"], layer: int = ALL) -> dict[str, Tensor]:
-        """The sum of the terms of each row's positions, in one layer or in all, by the name of the tensor."""
+    def of(self, chosen: Bool[Tensor, "row pos"], layer: int = ALL) -> list[dict[str, Tensor]]:
+        """The sum of the terms of each row's positions, in one layer or in all, by the names of each layer's tensors."""
         if self.factors is not None:
-            b_kv, b_d = written_by(self.model, self.factors, chosen if self.read is None else chosen & self.read)
+            found = written_by(self.model, self.factors, chosen if self.read is None else chosen & self.read)
         else:
-            behind = self.bias.d_phi - self.first_key - self.n_positions
-            keys = torch.nn.functional.pad(chosen, (self.first_key, behind)).to(self.bias.b_D)[None, :, None]
-            b_kv, b_d = self.bias.b_KV[:, None] * keys[..., None], self.bias.b_D[:, None] * keys
-        found = {
-            "b_KV": of_layer(b_kv, self.bias.attention_layers, layer),
-            "b_D": of_layer(b_d, self.bias.attention_layers, layer),
-        }
+            found = list(map(self._of_keys(chosen), self.bias.layers))
+        recurrent = [of for of, held in zip(found, self.bias.layers, strict=True) if held.state is not None]
         if self.states is not None:
-            found[RECURRENT_PREFIX + "b_KV"] = of_layer(self.states.of(chosen), self.bias.recurrent.layers, layer)
-        return found
+            for of, state in zip(recurrent, self.states.of(chosen), strict=True):
+                of["state"] = state
+        return [of if layer in (ALL, i) else {} for i, of in enumerate(found)]
 
+    def _of_keys(self, chosen: Bool[Tensor, "row pos"]) -> Callable[[Layer], dict[str, Tensor]]:
+        behind = self.bias.d_phi - self.first_key - self.n_positions
+        keys = torch.nn.functional.pad(chosen, (self.first_key, behind))[:, None]
 
-def of_layer(tensor: Float[Tensor, " layer *rest"], numbers: Sequence[int], layer: int) -> Float[Tensor, " layer *rest"]:
-    """The tensor with zeros in every layer but the one that is meant; `ALL` means all of them."""
-    return tensor if layer == ALL else tensor * in_layer(numbers, layer).to(tensor).reshape(-1, *[1] * (tensor.dim() - 1))
+        def of(layer: Layer) -> dict[str, Tensor]:
+            if layer.attention is None:
+                return {}
+            on = keys.to(layer.attention.b_d)
+            return {"b_kv": layer.attention.b_kv * on[..., None], "b_d": layer.attention.b_d * on}
 
-
-def in_layer(numbers: Sequence[int], layer: int) -> Bool[Tensor, " layer"]:
-    """Whether each of some layers is meant."""
-    return (torch.tensor(numbers) == layer) | (layer == ALL)
+        return of
 
 
 class PositionExchange(Exchange):
@@ -178,15 +174,26 @@ class PositionExchange(Exchange):
         """A batch of biases; see :meth:`kvlens.analyses.bias.exchange.Exchange.biases`."""
         here, there = self._sides[::-1] if keep else self._sides
         positions, whole, layer = chosen[:, : self.n_positions], here.bias.repeat(len(chosen)), self._layer
-        taken, given, tensors = here.of(positions, layer), there.of(positions, layer), tensors_of(whole)
-        mixed = {name: tensors[name] + (given[name] - taken[name]).to(tensors[name]) for name in taken}
-        own, others, shift_states = tensors_of(here.bias), tensors_of(there.bias), chosen[:, self.n_positions :].any(dim=1)
-        for name in own.keys() & set(SHIFT_STATES):
-            numbers = here.bias.recurrent.layers if name.startswith(RECURRENT_PREFIX) else here.bias.attention_layers
-            meant = in_layer(numbers, layer)[:, None] & shift_states[None]
-            meant = meant.reshape(*meant.shape, *[1] * (own[name].dim() - 1)).to(own[name].device)
-            mixed[name] = torch.where(meant, others[name][:, None], own[name][:, None])
-        return with_tensors(whole, mixed)
+        terms = zip(here.of(positions, layer), there.of(positions, layer), strict=True)
+        shift_states, layers = chosen[:, self.n_positions :].any(dim=1), []
+        for i, (held, own, other, (taken, given)) in enumerate(
+            zip(whole.layers, here.bias.layers, there.bias.layers, terms, strict=True)
+        ):
+            mixed = {name: held.tensors()[name] + (given[name] - x).to(held.tensors()[name]) for name, x in taken.items()}
+            if layer in (ALL, i):
+                mixed |= _shift_states(own, other, shift_states)
+            layers.append(held.with_tensors(mixed))
+        return whole.of_layers(layers, whole._edited("positions exchanged"))
+
+
+def _shift_states(own: Layer, other: Layer, taken: Bool[Tensor, " row"]) -> dict[str, Tensor]:
+    """The shift state of a layer, in some rows that of another."""
+    mine, theirs = own.tensors(), other.tensors()
+    return {
+        name: torch.where(taken.reshape(-1, *[1] * (mine[name].dim() - 1)).to(mine[name].device), theirs[name], mine[name])
+        for name in mine
+        if name in SHIFT_STATES
+    }
 
 
 class StateTerms(NamedTuple):
@@ -224,9 +231,9 @@ class Factors(NamedTuple):
         bias: of the prompt.
     """
 
-    phi_k: Float[Tensor, "layer pos kv_head d_phi"]
-    carried: Float[Tensor, "layer pos head d_phi"]
-    v: Float[Tensor, "layer pos kv_head d_head"]
+    phi_k: list[Float[Tensor, "pos kv_head d_phi"]]
+    carried: list[Float[Tensor, "pos head d_phi"]]
+    v: list[Float[Tensor, "pos kv_head d_head"]]
     bias: KVBias
 
 
@@ -237,27 +244,27 @@ def factors(model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals) -> Fa
     steps = torch.arange(phi_k[0].shape[0], 0, -1, device=phi_k[0].device)
     per_head = (x.repeat_interleave(n // x.shape[1], dim=1) for x, n in zip(phi_k, heads_per_layer(model), strict=True))
     carried = [block.attn.features_after(x, steps) for block, x in zip(model.blocks, per_head, strict=True)]
-    return Factors(stack_layers(phi_k), stack_layers(carried), stack_layers(v), bias)
+    return Factors(phi_k, carried, v, bias)
 
 
-def written_by(
-    model: KVModel, read: Factors, chosen: Bool[Tensor, "row pos"]
-) -> tuple[Float[Tensor, "layer row head d_phi d_head"], Float[Tensor, "layer row head d_phi"]]:
-    """(b_KV, b_D) that chosen positions of a prompt wrote in a linear model: for each row the sum of their terms."""
+def written_by(model: KVModel, read: Factors, chosen: Bool[Tensor, "row pos"]) -> list[dict[str, Tensor]]:
+    """b_kv and b_d of each layer that chosen positions of a prompt wrote in a linear model: for each row their terms' sum."""
     assert isinstance(model, HookedKVTransformer)  # linear attention is found in no other
-    chosen = chosen.to(read.v.device)
+    chosen = chosen.to(read.v[0].device)
     most = max(1, int(chosen.sum(dim=1).max()))
     positions = chosen.long().argsort(dim=1, descending=True, stable=True)[:, :most]
-    weight = chosen.gather(1, positions).to(read.carried)[..., None, None]
-    of_kv = kv_heads_read(read.bias).to(read.v.device)[:, None, None, :, None]
-    b_kv, b_d = [], []
-    at_once = max(1, NUMBERS_AT_ONCE // (read.carried[:, 0].numel() * most))
-    for where, each in zip(positions.split(at_once), weight.split(at_once), strict=True):
-        values = torch.take_along_dim(read.v[:, where], of_kv, dim=3)
-        b_kv.append(torch.einsum("lrphf,lrphd->lrhfd", read.carried[:, where] * each, values))
-        b_d.append(torch.take_along_dim((read.phi_k[:, where] * each).sum(dim=2), of_kv[:, 0], dim=2))
-    d = torch.cat(b_d, dim=1) if model.cfg.normalizer == "kernel" else 0 * torch.cat(b_d, dim=1)
-    return torch.cat(b_kv, dim=1).to(read.bias.b_KV), d.to(read.bias.b_D)
+    weight = chosen.gather(1, positions).to(read.carried[0])[..., None, None]
+    at_once = max(1, NUMBERS_AT_ONCE // (sum(x[0].numel() for x in read.carried) * most))
+    found = []
+    for layer, (phi_k, carried, v) in enumerate(zip(read.phi_k, read.carried, read.v, strict=True)):
+        of_kv, part = kv_heads_read(read.bias, layer).to(v.device), read.bias.layers[layer].attention
+        b_kv, b_d = [], []
+        for where, each in zip(positions.split(at_once), weight.split(at_once), strict=True):
+            b_kv.append(torch.einsum("rphf,rphd->rhfd", carried[where] * each, v[where][:, :, of_kv]))
+            b_d.append((phi_k[where] * each).sum(dim=1)[:, of_kv])
+        d = torch.cat(b_d) if model.cfg.normalizer == "kernel" else 0 * torch.cat(b_d)
+        found.append({"b_kv": torch.cat(b_kv).to(part.b_kv), "b_d": d.to(part.b_d)})
+    return found
 
 
 def _features_and_values(

@@ -29,6 +29,7 @@ The other views of the same bias are separate analyses:
 """
 
 import math
+from collections.abc import Callable
 from itertools import groupby
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -40,7 +41,8 @@ from torch import Tensor
 
 from kvlens import KVBias, KVModel
 from kvlens.checks import checked
-from kvlens.model import HeadsRead, read_stream, visit_heads
+from kvlens.kv_bias import Features, State
+from kvlens.model import HeadsRead, joined_heads, read_stream, visit_heads
 
 from ..declaration import Columns, analysis
 from ..logit_attribution import Token, check_heads_write_directly, logit_target
@@ -48,7 +50,7 @@ from ..predictions import KL, LOSS_CHANGE, OUTPUT_SHARE
 from ..segments import progress, telling
 from ..sequences import PromptTokens, TextTokens, bias_and_text, converted, prompt_text_bias
 from .effects import baseline_ablation, bias_ablation
-from .exchange import HEAD, heads_of, in_layers
+from .exchange import HEAD, heads_of
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -112,7 +114,7 @@ def bias_decomposition(
     probes = target.probes(model, stream.scale)
     tables = [_of_layer(*of_layer, len(target.positions)) for of_layer in zip(stream.layers, probes, strict=True)]
     spectra = singular_values(bias)
-    norms, b_d_norms = torch.cat(sizes(bias, "b_KV")), torch.cat(sizes(bias, "b_D"))
+    norms, b_d_norms = torch.cat(sizes(bias, "b_kv")), torch.cat(sizes(bias, "b_d"))
     layer, head = torch.tensor(heads_of(bias)).T
     return COLUMNS.frame(
         {
@@ -225,32 +227,40 @@ def _values_of_layer(layer: int, values: Float[Tensor, "head index"]) -> pd.Data
 
 def singular_values(bias: KVBias) -> list[Float[Tensor, "_ _"]]:
     """Singular values of b_KV, including its log_scale, in float64, largest first; layer by layer."""
-    if bias.fingerprint.layers_differ:
-        return [singular_values(bias.of_layer(layer))[0] for layer in range(bias.n_layers)]
-    stored = torch.linalg.svdvals(bias.per_query_head().b_KV.detach().double())
-    scaled = _from_logs(stored.log() + _log_scales(bias)[:, :, None])
-    return in_layers(bias, scaled, torch.linalg.svdvals(bias.recurrent.b_KV.detach().double()))
+    return _by_layer(bias, lambda part: torch.linalg.svdvals(part.b_kv[0].detach().double()))
 
 
 def sizes(bias: KVBias, name: str) -> list[Float[Tensor, " _"]]:
-    """Frobenius norms of each head's ``b_KV`` or ``b_D``, including its log_scale, in float64, layer by layer.
+    """Frobenius norms of each head's "b_kv" or "b_d", including its log_scale, in float64, layer by layer.
 
-    A recurrent layer has no normalizer, and its b_D counts as 0.
+    A recurrent layer has no normalizer, and its b_d counts as 0.
     """
-    if bias.fingerprint.layers_differ:
-        return [sizes(bias.of_layer(layer), name)[0] for layer in range(bias.n_layers)]
-    stored = getattr(bias.per_query_head(), name).detach().double()
-    scaled = _from_logs(stored.flatten(2).norm(dim=-1).log() + _log_scales(bias))
-    states = bias.recurrent.b_KV.detach().double().flatten(2).norm(dim=-1)
-    return in_layers(bias, scaled, states if name == "b_KV" else torch.zeros_like(states))
+
+    def size(part: State) -> Tensor:
+        x = getattr(part, name)
+        return (torch.zeros_like(part.b_kv[..., 0]) if x is None else x)[0].detach().double().flatten(1).norm(dim=-1)
+
+    return _by_layer(bias, size)
 
 
-def _log_scales(bias: KVBias) -> Float[Tensor, "layer head"]:
-    """One per query head of the attention layers; 0 for biases without a scale."""
-    if bias.log_scale is None:
-        return torch.zeros(len(bias.b_KV), bias.n_heads, dtype=torch.float64, device=bias.b_KV.device)
-    stored = bias.log_scale.detach().double()
-    return stored.repeat_interleave(bias.n_heads // stored.shape[1], dim=1)
+def _by_layer(bias: KVBias, figure: Callable[[Any], Float[Tensor, " head *rest"]]) -> list[Float[Tensor, " head *rest"]]:
+    """A figure of every head, on the scale of its part; for a layer without heads that of no head of another.
+
+    Where a layer has two parts, rows of numbers of different length are padded with zeros.
+    """
+    found = []
+    for layer in bias.per_query_head().layers:
+        parts = [_scaled(part, figure(part)) for part in layer.parts]
+        found.append(joined_heads(parts, dim=-parts[0].dim()) if parts else None)
+    none = next(x for x in found if x is not None)[:0]
+    return [none if x is None else x for x in found]
+
+
+def _scaled(part: Any, stored: Float[Tensor, " head *rest"]) -> Float[Tensor, " head *rest"]:
+    if not isinstance(part, Features):
+        return stored
+    scale = part.log_scale[0].detach().double().repeat_interleave(part.n_heads // part.n_kv_heads)
+    return _from_logs(stored.log() + scale.reshape(-1, *[1] * (stored.dim() - 1)))
 
 
 def _from_logs(logs: Float[Tensor, "*lead"]) -> Float[Tensor, "*lead"]:
@@ -362,8 +372,8 @@ def _describe(
             with_zero = bias_ablation(model, bias, text, units)
     return {
         "layer": [unit[0][0] for unit in units],
-        "b_kv_norm": _norms(sizes(bias, "b_KV"), units),
-        "b_d_norm": _norms(sizes(bias, "b_D"), units),
+        "b_kv_norm": _norms(sizes(bias, "b_kv"), units),
+        "b_d_norm": _norms(sizes(bias, "b_d"), units),
         "bias_share": share_by_size(of_bias, of_context).mean(dim=-1),
         "ablation_kl": with_baseline["kl"],
         "loss_change": with_baseline["loss_change"],

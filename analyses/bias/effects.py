@@ -46,7 +46,6 @@ from ..sequences import PromptTokens, TextTokens, bias_and_text, prompt_sequence
 from .exchange import (
     ALL,
     HEAD_PART,
-    OF_SHIFT_STATE,
     PART_KINDS,
     SHIFT_STATE_PART,
     ExchangedPart,
@@ -59,6 +58,7 @@ from .exchange import (
     in_one_space,
     layers_with_convolution,
     mean_of,
+    shifts,
     zeros_of,
 )
 
@@ -200,7 +200,7 @@ def _ablations(
         raise KVLensError("bias_effects: this model has no KV shift, so its prompts have no shift state; use parts=['bias']")
     if set(methods) & {"mean", "resample"}:
         _check_references(bias, references)
-    n_references = 0 if references is None else references.b_KV.shape[1]
+    n_references = 0 if references is None else references.n_rows
     chosen = {"zero": [ALL], "mean": [ALL], "resample": range(n_references), "baseline": [ALL]}
     ways = [(method, reference) for method in methods for reference in chosen[method]]
     return [Ablation(*way, part, *unit) for way in ways for part in parts for unit in _units(bias, by, part)]
@@ -214,8 +214,8 @@ def _units(bias: KVBias, by: str, part: str) -> list[tuple[int, int]]:
         return [(layer, ALL) for layer in range(bias.n_layers)]
     if part == "bias":
         return heads_of(bias)
-    shifts = part == "both" or any(getattr(bias, name).shape[-3] for name in OF_SHIFT_STATE)
-    heads = [(layer, head) for layer, head in heads_of(bias) if head < bias.first_state_head(layer) and shifts]
+    moves = part == "both" or shifts(bias)
+    heads = [(layer, head) for layer, head in heads_of(bias) if head < bias.first_state_head(layer) and moves]
     return sorted([*heads, *((layer, ALL) for layer in layers_with_convolution(bias))]) if part == "shift_state" else heads
 
 
@@ -223,7 +223,7 @@ def _prompts(methods: Sequence[str], references: KVBias | None) -> list[KVBias]:
     """The biases of the references one by one, where a method needs them."""
     if references is None or not set(methods) & {"mean", "resample"}:
         return []
-    return [references.select_prompt(i) for i in range(references.b_KV.shape[1])]
+    return [references.select_prompt(i) for i in range(references.n_rows)]
 
 
 def _check_references(bias: KVBias, references: KVBias | None) -> None:

@@ -15,7 +15,7 @@ inputs of its short convolution, which belong to the layer and not to a head. Pa
 included.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,15 +24,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens import KVBias, KVModel, combine, convert_prompt, counterfactuals
+from kvlens.kv_bias import Layer
 from kvlens.memory import NUMBERS_PER_PASS
-from kvlens.model import joined_heads
 
 from ..sequences import begins_with_bos
 
-OF_BIAS, OF_SHIFT_STATE = ("b_KV", "b_D"), ("last_k", "last_v", "last_q")
-"""The tensors of the attention layers in a bias, and those of the shift state that it carries."""
-RECURRENT_PREFIX = "recurrent."
-"""What the names of a recurrent layer's tensors begin with."""
 HEAD = "query head; value head of a recurrent layer"
 """What a column ``head`` holds."""
 WHOLE_LAYER = -1
@@ -66,31 +62,22 @@ class ExchangedPart(NamedTuple):
         return kinds.get(self.kind, f"convolution L{self.layer}")
 
 
-def tensors_of(bias: KVBias) -> dict[str, Tensor]:
-    """Everything that interventions exchange, by name, each with an axis of layers in front."""
-    found = {name: getattr(bias, name) for name in OF_BIAS + OF_SHIFT_STATE}
-    return found | {RECURRENT_PREFIX + name: tensor for name, tensor in bias.recurrent.tensors().items()}
-
-
-def with_tensors(bias: KVBias, tensors: Mapping[str, Tensor]) -> KVBias:
-    """``bias`` with tensors named as in :func:`tensors_of`."""
-    changed: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if not name.startswith(RECURRENT_PREFIX)}
-    states: dict[str, Any] = {
-        name.removeprefix(RECURRENT_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(RECURRENT_PREFIX)
-    }
-    return replace(bias, **changed, recurrent=replace(bias.recurrent, **states) if states else bias.recurrent)
-
-
 def zeros_of(bias: KVBias) -> KVBias:
     """A bias of zeros, as if there had been no prompt and no token before the text, at the same offset."""
-    bias = bias.per_query_head()
-    return with_tensors(bias, {name: torch.zeros_like(tensor) for name, tensor in tensors_of(bias).items()})
+    return bias.per_query_head().map_layers(lambda layer: layer.with_tensors(_mixed(torch.zeros_like, layer)))
 
 
 def mean_of(biases: list[KVBias]) -> KVBias:
     """The mean of biases in the same features."""
-    together = zip(*(tensors_of(bias).items() for bias in biases), strict=True)
-    return with_tensors(biases[0], {of[0][0]: torch.stack([tensor for _, tensor in of]).mean(dim=0) for of in together})
+    every = zip(*(bias.layers for bias in biases), strict=True)
+    layers = [own[0].with_tensors(_mixed(lambda *of: torch.stack(of).mean(dim=0), *own)) for own in every]
+    return biases[0].of_layers(layers, biases[0].fit)
+
+
+def _mixed(mix: Callable[..., Tensor], *layers: Layer) -> dict[str, Tensor]:
+    """``mix`` of everything that interventions exchange in a layer, by name: all but keys and scales."""
+    every = [layer.tensors() for layer in layers]
+    return {name: mix(*(of[name] for of in every)) for name in every[0] if name not in ("keys", "distance", "log_scale")}
 
 
 def in_one_space(*biases: KVBias) -> list[KVBias]:
@@ -110,25 +97,33 @@ def in_one_space(*biases: KVBias) -> list[KVBias]:
     if len(biases) == 1:
         return [biases[0].per_query_head()]
     biases = tuple(bias.padded().per_query_head() for bias in biases)  # compact ones would each leave out the others' keys
-    if biases[0].features is None:
+    if biases[0].kind is None:
         return list(biases)
-    alone = torch.eye(len(biases)).tolist()
-    kept = (*OF_SHIFT_STATE, "recurrent", "n_prompt_tokens", "position_offset")
-    return [
-        replace(combine(*biases, weights=weights, shift_state="first"), **{name: getattr(own, name) for name in kept})
-        for weights, own in zip(alone, biases, strict=True)
-    ]
+    return [_alone(biases, i) for i in range(len(biases))]
+
+
+def _alone(biases: Sequence[KVBias], number: int) -> KVBias:
+    """One of the biases in the features of all."""
+    own, weights = biases[number], [float(i == number) for i in range(len(biases))]
+    sums = combine(*biases, weights=weights, shift_state="first")
+    layers = [replace(layer.with_state_of(mine), last=mine.last) for layer, mine in zip(sums.layers, own.layers, strict=True)]
+    counts = dict(n_prompt_tokens=own.n_prompt_tokens, position_offset=own.position_offset)
+    return sums.of_layers(layers, sums.fit, **counts)
 
 
 def layers_with_convolution(bias: KVBias) -> tuple[int, ...]:
     """The recurrent layers that keep inputs of a short convolution."""
-    return bias.recurrent.layers if bias.recurrent.conv.shape[-2] else ()
+    return tuple(number for number, layer in enumerate(bias.layers) if "conv" in layer.last and layer.last["conv"].shape[1])
+
+
+def shifts(bias: KVBias) -> bool:
+    """Whether the model shifts keys, values or queries."""
+    return any(rows.shape[1] for layer in bias.layers for name, rows in layer.last.items() if name != "conv")
 
 
 def has_shift_state(bias: KVBias) -> bool:
     """Whether the model shifts anything, or has a short convolution."""
-    shifted = any(getattr(bias, name).shape[-3] for name in OF_SHIFT_STATE)
-    return shifted or bool(layers_with_convolution(bias))
+    return shifts(bias) or bool(layers_with_convolution(bias))
 
 
 def heads_of(bias: KVBias) -> list[tuple[int, int]]:
@@ -139,7 +134,7 @@ def heads_of(bias: KVBias) -> list[tuple[int, int]]:
 def exchangeable(bias: KVBias) -> list[ExchangedPart]:
     """All that is exchanged by itself, layer by layer: heads, shift states, the inputs of a short convolution."""
     parts = [ExchangedPart(layer, head) for layer, head in heads_of(bias)]
-    if any(getattr(bias, name).shape[-3] for name in OF_SHIFT_STATE):
+    if shifts(bias):
         parts += [
             ExchangedPart(layer, g, SHIFT_STATE_PART)
             for layer in bias.attention_layers
@@ -157,24 +152,10 @@ def heads_with(bias: KVBias, part: ExchangedPart) -> range:
     return range(part.head * n, (part.head + 1) * n)
 
 
-def kv_heads_read(bias: KVBias) -> Int[Tensor, "layer head"]:
-    """The key-value head that each query head of the attention layers reads."""
-    groups = [bias.first_state_head(layer) // bias.n_kv_heads_of(layer) for layer in bias.attention_layers]
-    read = torch.arange(bias.n_heads) // torch.tensor(groups, dtype=torch.long)[:, None]
-    return read.clamp(max=bias.last_k.shape[-2] - 1).to(bias.b_KV.device)
-
-
-def in_layers(bias: KVBias, of_attention: Tensor, of_recurrent: Tensor) -> list[Tensor]:
-    """What the heads of attention layers have and what those of recurrent layers have, in the order of the model's layers.
-
-    A layer without heads has what no head of another layer has. Where a layer has both kinds, rows of numbers of different
-    length are padded with zeros.
-    """
-    rows = {l: x[: bias.first_state_head(l)] for l, x in zip(bias.attention_layers, of_attention, strict=True)}
-    for layer, row in zip(bias.recurrent.layers, of_recurrent, strict=True):
-        rows[layer] = joined_heads([rows[layer], row], dim=-row.dim()) if layer in rows else row
-    none = next(iter(rows.values()))[:0]
-    return [rows.get(layer, none) for layer in range(bias.n_layers)]
+def kv_heads_read(bias: KVBias, layer: int) -> Int[Tensor, " head"]:
+    """The key-value head that each query head of a layer with attention reads."""
+    n_heads = bias.first_state_head(layer)
+    return torch.arange(n_heads, device=bias.device) // (n_heads // bias.n_kv_heads_of(layer))
 
 
 ALL = -1
@@ -191,12 +172,12 @@ def baseline_of(model: KVModel, prompt: Int[Tensor, " prompt_pos"]) -> KVBias:
 
 def has_baseline(bias: KVBias) -> bool:
     """Whether parts of the baseline can replace parts of ``bias``: not with random, Taylor or learned features."""
-    return bias.features is None or bias.features.kind == "virtual_keys"
+    return bias.kind in (None, "virtual_keys")
 
 
 def variants_at_once(bias: KVBias) -> int:
     """How many variants of a bias there is memory for in one pass."""
-    group = bias.n_heads // bias.b_KV.shape[-3]  # each row has the part of every query head by itself
+    group = max([1, *(bias.n_heads // part.n_heads for part in bias.attention)])  # rows have every query head's part by itself
     return max(4, min(64, NUMBERS_PER_PASS // (2 * group * bias.num_parameters)))
 
 
@@ -262,10 +243,9 @@ class HeadExchange(Exchange):
         self.parts: Sequence[ExchangedPart] = exchangeable(self.own)
         self.number = {part: i for i, part in enumerate(self.parts)}
         self.at_once = variants_at_once(self.own)
-        self._part_of = self._parts_of_tensors()
-        given = [tensors_of(donor) for donor in donors]
-        own_tensors = tensors_of(self.own)
-        self._donors = {name: torch.stack([of[name].to(own_tensors[name]) for of in given], dim=1) for name in self._part_of}
+        self._part_of = [self._parts_of_tensors(layer) for layer in range(self.own.n_layers)]
+        every = zip(self.own.layers, *(donor.layers for donor in donors), strict=True)
+        self._donors = [_mixed(lambda own, *of: torch.cat([x.to(own) for x in of]), *layers) for layers in every]
 
     def of(self, layer: int = ALL, head: int = ALL, kinds: Sequence[str] = PART_KINDS) -> list[int]:
         """The numbers of the parts of a layer and a head (its group's shift state among them), or of `ALL`, of some kinds."""
@@ -285,15 +265,18 @@ class HeadExchange(Exchange):
         self, chosen: Bool[Tensor, "row part"], *, keep: bool = False, donor: Int[Tensor, " row"] | None = None
     ) -> KVBias:
         """A batch of biases; ``donor`` is the number of each row's, None for the first; see :meth:`Exchange.biases`."""
-        exchanged = torch.nn.functional.pad(chosen != keep, (0, 1))  # the last column: entries of no part
-        own, mixed = tensors_of(self.own), {}
-        for name, part_of in self._part_of.items():
-            taken = exchanged[:, part_of].movedim(0, 1).to(own[name].device)
-            taken = taken.reshape(*taken.shape, *[1] * (own[name].dim() + 1 - taken.dim()))
-            donors = self._donors[name]
-            given = donors[:, :1] if donor is None else donors[:, donor.to(donors.device)]
-            mixed[name] = torch.where(taken, given, own[name][:, None])
-        return with_tensors(self.own.repeat(len(chosen)), mixed)
+        exchanged = chosen != keep
+        layers = []
+        for layer, part_of, donors in zip(self.own.layers, self._part_of, self._donors, strict=True):
+            tensors, mixed = layer.tensors(), {}
+            for name, numbers in part_of.items():
+                taken = exchanged[:, numbers].to(tensors[name].device)
+                taken = taken.reshape(*taken.shape, *[1] * (tensors[name].dim() - taken.dim()))
+                given = donors[name][:1] if donor is None else donors[name][donor.to(donors[name].device)]
+                mixed[name] = torch.where(taken, given, tensors[name])
+            layers.append(layer.rows(lambda x: x.expand(len(chosen), *x.shape[1:])).with_tensors(mixed))
+        repeated = self.own.repeat(len(chosen))
+        return repeated.of_layers(layers, repeated._edited("parts exchanged"))
 
     def logits(
         self,
@@ -331,37 +314,24 @@ class HeadExchange(Exchange):
 
     def _numbers_per_row(self, model: KVModel, pos: int) -> int:
         """How many numbers a row takes: the bias twice, logits and their float64 probabilities, and the widest activations."""
-        widest = max(model.cfg.d_mlp or 0, model.cfg.d_model, self.own.n_heads * self.own.b_KV.shape[-2])
+        widest = max(model.cfg.d_mlp or 0, model.cfg.d_model, self.own.n_heads * self.own.d_phi)
         return 2 * self.own.num_parameters + pos * (7 * model.cfg.d_vocab_out + 4 * widest)
 
-    def _parts_of_tensors(self) -> dict[str, Int[Tensor, " layer *rest"]]:
-        """The number of the part that each entry of a tensor is of, by the tensor's name and along its first axes; one behind
-        the last where no head of the layer has the entry."""
-        bias, none = self.own, len(self.parts)
+    def _parts_of_tensors(self, layer: int) -> dict[str, Int[Tensor, " *rest"]]:
+        """The number of the part that each entry of a layer's tensor is of, by the tensor's name, along its axes of heads."""
+        bias, found = self.own, dict[str, Tensor]()
 
-        def numbers(
-            layers: Sequence[int], parts: Callable[[int], list[ExchangedPart]], n: int
-        ) -> Int[Tensor, "layer some_head"]:
-            rows = [[self.number.get(part, none) for part in parts(layer)] for layer in layers]
-            return torch.tensor([(row + n * [none])[:n] for row in rows], dtype=torch.long).reshape(len(layers), n)
+        def numbers(heads: Iterable[int], kind: str = HEAD_PART) -> Int[Tensor, " some_head"]:
+            return torch.tensor([self.number.get(ExchangedPart(layer, head, kind), 0) for head in heads], dtype=torch.long)
 
-        def heads(layer: int) -> list[ExchangedPart]:
-            return [ExchangedPart(layer, head) for head in range(bias.first_state_head(layer))]
-
-        def groups(layer: int) -> list[ExchangedPart]:
-            return [ExchangedPart(layer, head, SHIFT_STATE_PART) for head in range(bias.n_kv_heads_of(layer))]
-
-        def states(layer: int) -> list[ExchangedPart]:
-            return [ExchangedPart(layer, head) for head in range(bias.first_state_head(layer), bias.n_heads_of(layer))]
-
-        of_heads = numbers(bias.attention_layers, heads, bias.n_heads)
-        of_groups = numbers(bias.attention_layers, groups, bias.last_k.shape[-2])
-        of_queries = of_groups.gather(-1, kv_heads_read(bias).cpu())
-        found = {"b_KV": of_heads, "b_D": of_heads, "last_q": of_queries[:, None]}
-        found |= dict.fromkeys(("last_k", "last_v"), of_groups[:, None])
-        if layers := bias.recurrent.layers:
-            found[RECURRENT_PREFIX + "b_KV"] = numbers(layers, states, bias.recurrent.n_heads)
-            found[RECURRENT_PREFIX + "conv"] = numbers(
-                layers, lambda layer: [ExchangedPart(layer, WHOLE_LAYER, CONVOLUTION_PART)], 1
-            )[:, 0]
+        held, first = bias.layers[layer], bias.first_state_head(layer)
+        if held.attention is not None:
+            found = dict.fromkeys(("b_kv", "b_d"), numbers(range(first)))
+            groups = numbers(range(bias.n_kv_heads_of(layer)), SHIFT_STATE_PART)
+            of_rows = {"last_k": groups, "last_v": groups, "last_q": groups[kv_heads_read(bias, layer).cpu()]}
+            found |= {name: of_heads[None] for name, of_heads in of_rows.items() if held.last[name[-1]].shape[1]}
+        if held.state is not None:
+            found["state"] = numbers(range(first, bias.n_heads_of(layer)))
+            if held.last["conv"].shape[1]:
+                found["conv"] = numbers([WHOLE_LAYER], CONVOLUTION_PART)[0]
         return found

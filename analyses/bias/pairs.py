@@ -148,7 +148,7 @@ class _Reads(NamedTuple):
 
 def _numbers_stored(bias: KVBias) -> tuple[Tensor, Tensor]:
     """b_KV and b_D themselves, for biases over the model's own features."""
-    return bias.b_KV.double().cpu(), bias.b_D.double().cpu()
+    return bias.stacked("b_kv").double().cpu(), bias.stacked("b_d").double().cpu()
 
 
 def _numbers_read(model: HookedKVTransformer, probes: _Probes, all_of_it: Sequence[KVBias]) -> _Numbers:
@@ -175,11 +175,9 @@ def _reads(model: HookedKVTransformer, bias: KVBias, probes: _Probes) -> _Reads:
     """What each query reads from ``bias``, as if its text followed it, with the model's own scoring."""
     bias = bias.per_query_head().to("cpu").to(torch.float64)
     layers = []
-    for layer, block in enumerate(model.blocks):
-        one = bias.of_layer(layer)
-        b_kv, b_d = one.b_KV[0], one.b_D[0]
+    for layer, (block, part) in enumerate(zip(model.blocks, bias.attention, strict=True)):
         rule, q = block.attn.score_rule(), probes.queries[layer][None]
-        phi = one.features.of_layer(0).read(q, rule, probes.positions[None], one.log_scale, one.b_KV, one.b_D)  # type: ignore
+        phi = part.features.read(q, rule, probes.positions[None], part.log_scale, part.b_kv, part.b_d)
         features = phi.features[0].transpose(0, 1)  # [head, row, d_phi]
-        layers.append((features @ b_kv, (features @ b_d[..., None])[..., 0], phi.log_scale[0].T))
+        layers.append((features @ part.b_kv[0], (features @ part.b_d[0, ..., None])[..., 0], phi.log_scale[0].T))
     return _Reads(*(stack_layers(x) for x in zip(*layers, strict=True)))

@@ -269,33 +269,41 @@ def _donors(clean: KVBias, corrupted: KVBias) -> dict[str, KVBias]:
     paired = _pair_token_by_token(clean, corrupted)
     clean, corrupted = in_one_space(clean, corrupted)
     donors = dict.fromkeys(("bias", "shift_state", "prompt"), clean) | {"corrupted": corrupted}
-    donors |= {"b_kv": replace(corrupted, b_KV=clean.b_KV), "b_d": replace(corrupted, b_D=clean.b_D)}
+    for name in ("b_kv", "b_d"):
+        parts = zip(corrupted.attention, clean.attention, strict=True)
+        donors[name] = corrupted.with_attention([part.with_tensors({name: getattr(given, name)}) for part, given in parts])
     return donors | (_halves(clean, corrupted) if paired else {})
 
 
 def _pair_token_by_token(a: KVBias, b: KVBias) -> bool:
     """Whether both have one weighted virtual key per token, and the same number of tokens."""
     return a.d_phi == b.d_phi and all(
-        bias.features is not None
-        and bias.features.kind == "virtual_keys"
+        bias.kind == "virtual_keys"
         and bias.fit is None
         and bias.d_phi == bias.n_prompt_tokens
-        and all(bool((bias.of_layer(layer).b_D != 0).all()) for layer in bias.attention_layers)
+        and all(bool((part.b_d != 0).all()) for part in bias.attention)
         for bias in (a, b)
     )
 
 
 def _halves(clean: KVBias, corrupted: KVBias) -> dict[str, KVBias]:
     """The clean keys with the corrupted values, and the other way round, of two biases :func:`in_one_space`, in this order."""
-    r = clean.d_phi // 2
-    kv, d = clean.b_KV[..., :r, :], clean.b_D[..., :r, None]
-    other_kv, other_d = corrupted.b_KV[..., r:, :], corrupted.b_D[..., r:, None]
-    values, others = ((x / weights).nan_to_num(0.0) for x, weights in ((kv, d), (other_kv, other_d)))  # 0 / 0: no such head
-    nothing = torch.zeros_like(values)
-    return {
-        "keys": replace(clean, b_KV=torch.cat([d * others, nothing], dim=-2)),
-        "values": replace(corrupted, b_KV=torch.cat([nothing, other_d * values], dim=-2)),
-    }
+    parts = zip(clean.attention, corrupted.attention, strict=True)
+    halves = [_halves_of(a.b_kv, a.b_d, b.b_kv, b.b_d) for a, b in parts]
+    found = {}
+    for name, bias, of_layers in zip(("keys", "values"), (clean, corrupted), zip(*halves, strict=True), strict=True):
+        found[name] = bias.with_attention(
+            [replace(part, b_kv=b_kv) for part, b_kv in zip(bias.attention, of_layers, strict=True)]
+        )
+    return found
+
+
+def _halves_of(kv: Tensor, d: Tensor, other_kv: Tensor, other_d: Tensor) -> tuple[Tensor, Tensor]:
+    """b_kv of the clean keys with the corrupted values, and of the corrupted keys with the clean values."""
+    r = kv.shape[2] // 2
+    kv, d, other_kv, other_d = kv[:, :, :r], d[:, :, :r, None], other_kv[:, :, r:], other_d[:, :, r:, None]
+    nothing = torch.zeros_like(kv)
+    return torch.cat([d * (other_kv / other_d), nothing], dim=2), torch.cat([nothing, other_d * (kv / d)], dim=2)
 
 
 def _replaced(

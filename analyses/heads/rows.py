@@ -30,6 +30,7 @@ from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, KVModel
 from kvlens.checks import Within, checked
+from kvlens.kv_bias import Keys
 from kvlens.model import HeadsRead, visit_heads
 from kvlens.texts import token_texts
 
@@ -238,19 +239,16 @@ def _pattern_under_bias(model: KVModel, tokens: Int[Tensor, " pos"], layer: int)
 
 def _weights(bias: KVBias, layer: int) -> tuple[Any, Float[Tensor, "1 head key"], Float[Tensor, "1 kv_head"], int]:
     """The keys of a layer, b_D, its logarithmic scale, and which of the layers with attention it is."""
-    if layer not in bias.attention_layers or getattr(bias.features, "kind", None) != "virtual_keys":
-        has = "a recurrent state" if layer not in bias.attention_layers else "sums of features"
+    part = bias.layers[layer].attention if layer < bias.n_layers else None
+    if not isinstance(part, Keys):
+        has = "a recurrent state" if part is None else "sums of features"
         if layer >= bias.n_layers:
             raise KVLensError(f"attention_under_bias: layer {layer}: this model has layers 0 to {bias.n_layers - 1}")
         raise KVLensError(
             f"attention_under_bias: layer {layer}: the bias holds {has} there and no keys, so its tokens have no columns; "
             "head_details(model, prompt, text).pattern has the attention of a pass over prompt and text"
         )
-    row = bias.attention_layers.index(layer)
-    of, i = (bias.of_layer(row), 0) if bias.fingerprint.layers_differ else (bias, row)
-    assert of.features is not None
-    assert of.log_scale is not None
-    return of.features.of_layer(i), of.b_D[i][None], of.log_scale[i][None], row
+    return part.features, part.b_d, part.log_scale, bias.attention_layers.index(layer)
 
 
 def _by_position(

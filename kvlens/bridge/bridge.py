@@ -24,7 +24,7 @@ from kvlens.base.text import without_own_bos
 from kvlens.bridge.comparison import check_processed, compare, predictions
 from kvlens.bridge.keywords import EARLIER, cache_among, hidden, take_earlier_names, text_positions, with_cache
 from kvlens.bridge.load import loaded, wrapped
-from kvlens.bridge.parts import FRONT_END, ends_of, fingerprint_of, layers_of, parts_of_bridge, sizes_of
+from kvlens.bridge.parts import FRONT_END, ends_of, fingerprint_of, layers_of, parts_of_bridge
 from kvlens.bridge.quick import quicken
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import SoftmaxLayer
@@ -32,7 +32,7 @@ from kvlens.checks import ensure
 from kvlens.components import Normalizers, is_hooked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, nearest
-from kvlens.kv_bias import NO_STATES, Fingerprint, KVBias, RecurrentStates
+from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model.activations import recurrent_layers
 from kvlens.model.fingerprint import WeightsThen, look_again
 from kvlens.model.inputs import check_hook_names, check_input, check_tokens
@@ -304,21 +304,14 @@ class KVTransformerBridge(TransformerBridge):
                 _until_exit(stack, part.observe(seen, "kvq") if wanted else part.observe(seen))
             _until_exit(stack, [last.register_forward_hook(lambda *of_pass: seen.__setitem__((-1, "x"), of_pass[-1]))])
             self.read(tokens, **({} if mask is None else hidden(mask, keeps_positions)))
-        recurrent = recurrent_layers(self)
 
-        def stacked(name: str, of: Sequence[int]) -> Tensor:
-            return torch.stack([seen[layer, name].to(tokens.device) for layer in of])
+        def seen_in(layers: Sequence[int], name: str) -> list[Tensor]:
+            return [seen[layer, name].to(tokens.device) for layer in layers]
 
-        states = NO_STATES
-        if recurrent:
-            states = RecurrentStates(recurrent, stacked("state", recurrent), stacked("conv", recurrent))
-        layers, residual = [part.layer for part in self._attention()], seen[-1, "x"]
-        if not layers:
-            sizes = sizes_of(self.__dict__["_parts"])
-            none = states.b_KV.new_zeros(0, len(tokens), sizes.n_kv_heads, tokens.shape[1], sizes.d_head)
-            return PromptReading(none, none, residual, recurrent=states)
-        queries = [seen[layer, "q"].to(tokens.device) for layer in layers] if with_queries else None
-        return PromptReading(stacked("k", layers), stacked("v", layers), residual, queries, recurrent=states)
+        recurrent, layers = recurrent_layers(self), [part.layer for part in self._attention()]
+        states = dict(zip(recurrent, zip(seen_in(recurrent, "state"), seen_in(recurrent, "conv"), strict=True), strict=True))
+        queries = seen_in(layers, "q") if with_queries else None
+        return PromptReading(seen_in(layers, "k"), seen_in(layers, "v"), seen[-1, "x"], queries, recurrent=states)
 
     @torch.no_grad()
     def read_queries(self, tokens: Int[Tensor, "batch pos"], layers: range | None = None) -> list[QueriesRead]:

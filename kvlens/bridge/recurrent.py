@@ -58,12 +58,10 @@ class RecurrentLayer(Part):
 
     def join(self, bias: KVBias, positions: Int[Tensor, "#batch pos"]) -> list[RemovableHandle]:
         """Let the next pass start from ``bias``. Remove the handles after it."""
-        row = bias.recurrent.layers.index(self.layer)
-        b_kv, conv = (
-            x[row] if bias.batch_size is not None else x[row][None] for x in (bias.recurrent.b_KV, bias.recurrent.conv)
-        )
+        layer, device = bias.layers[self.layer], positions.device
+        assert layer.state is not None
         handle = RemovableHandle(self._given)
-        self._given[handle.id] = RecurrentState(b_kv.to(positions.device), conv=conv.to(positions.device))
+        self._given[handle.id] = RecurrentState(layer.state.b_kv.to(device), conv=layer.last["conv"].to(device))
         return [handle]
 
     def observe(self, seen: dict[tuple[int, str], Tensor]) -> list[RemovableHandle]:

@@ -331,7 +331,7 @@ def _convert_softmax(
     lengths = torch.as_tensor(prompt.lengths()).reshape(-1).tolist()
     if isinstance(method, Approximation) and not method.keeps_every_key(lengths):
         bias.check_finite("convert_prompt")
-        wide, dtype = torch.promote_types(bias.b_KV.dtype, torch.float32), bias.b_KV.dtype  # bfloat16 is too coarse for a fit
+        wide, dtype = torch.promote_types(bias.dtype, torch.float32), bias.dtype  # bfloat16 is too coarse for a fit
         wider = exact._replace(bias=bias.to(wide))
         bias = _approximated(Teacher(model, prompt, wider, None if old is None else old.to(wide), method, tell), dtype)
     return bias if old is None else _on_top_of(old, bias), exact.bias
@@ -353,7 +353,7 @@ def _on_top_of(old: KVBias, new: KVBias) -> KVBias:
     """``new`` after ``old``. The errors of ``new``, measured after ``old``, are those of both together if ``old`` is exact."""
     if old.fit is None:
         return continued(old, new)._made(new.fit)
-    before = as_batch(old, new.b_KV.shape[1]).fit
+    before = as_batch(old, new.n_rows).fit
     kept = "every key kept" if new.fit is None else "fitted"
     longest = int(torch.as_tensor(new.n_prompt_tokens).max())
     step = f"continued with another prompt of {longest} tokens, {kept}"

@@ -26,7 +26,7 @@ W ~ N(0, I / scale), with an offset that takes the place of |q|^2 and |k|^2 by t
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ from kvlens.conversion.gradients import descend
 from kvlens.conversion.method import MEASURING, READING, SAMPLING, Approximation, Teacher, needs_plain_scores
 from kvlens.conversion.prompt_pass import ConvertedExactly
 from kvlens.errors import KVLensError
-from kvlens.kv_bias import EluFeatures, KVBias, LearnedFeatures, RandomFeatures, SoftmaxFeatures, TaylorFeatures
+from kvlens.kv_bias import EluFeatures, Features, KVBias, LearnedFeatures, RandomFeatures, SoftmaxFeatures, TaylorFeatures
 from kvlens.model.protocol import ReadsPrompts
 from kvlens.ops.feature_maps import draw_projections
 from kvlens.ops.softmax_features import elu_log_features, random_log_features, taylor_features
@@ -81,7 +81,7 @@ class RandomProjections(FreeFeatures):
         sizes = keys.shape[1], self.n_features, keys.shape[-1], self.random_feature_kind
         projection = torch.stack([draw_projections(*sizes, generator) for _ in range(teacher.n_layers)]).to(keys)
         logs = (random_log_features(_keys(teacher, i), w, _scale(teacher, i)) for i, w in enumerate(projection))
-        return _summed(teacher.exact, [_scaled(teacher.exact, each) for each in logs], RandomFeatures(projection))
+        return _summed(teacher.exact, [_scaled(teacher.exact, each) for each in logs], [RandomFeatures(w) for w in projection])
 
 
 TRAINING_FEATURES = "training features"
@@ -119,7 +119,8 @@ class Learned(FreeFeatures):
 
     def fit(self, teacher: Teacher) -> KVBias:
         features, log_keys = train_features(teacher, self.n_features, self.kernel)
-        return _summed(teacher.exact, [_scaled(teacher.exact, logs) for logs in log_keys], features)
+        of_layers = [features.map(lambda x, layer=layer: x[layer]) for layer in range(teacher.n_layers)]  # type: ignore[misc]
+        return _summed(teacher.exact, [_scaled(teacher.exact, logs) for logs in log_keys], of_layers)
 
 
 @checked
@@ -138,7 +139,7 @@ class EluKernel(FreeFeatures):
     def fit(self, teacher: Teacher) -> KVBias:
         logs = (elu_log_features(_keys(teacher, layer), _scale(teacher, layer)) for layer in range(teacher.n_layers))
         of_layers = [_scaled(teacher.exact, each) for each in logs]
-        return _summed(teacher.exact, of_layers, EluFeatures(teacher.keys(0).keys.shape[-1]))
+        return _summed(teacher.exact, of_layers, [EluFeatures(teacher.keys(0).keys.shape[-1])] * teacher.n_layers)
 
 
 @checked
@@ -160,14 +161,16 @@ class TaylorPolynomial(FreeFeatures):
             phi = taylor_features(_keys(teacher, layer), _scale(teacher, layer))
             sizes, top = _scaled(teacher.exact, phi.log_scale[..., None])
             of_layers.append((phi.features * sizes, top))
-        return _summed(teacher.exact, of_layers, TaylorFeatures(teacher.keys(0).keys.shape[-1]))
+        return _summed(teacher.exact, of_layers, [TaylorFeatures(teacher.keys(0).keys.shape[-1])] * teacher.n_layers)
 
 
-def _summed(exact: ConvertedExactly, of_layers: Sequence[tuple[Tensor, Tensor]], features: SoftmaxFeatures) -> KVBias:
-    """The bias of phi(k) [batch, key, kv_head, r] and its log-scale [batch, kv_head], given for each layer."""
-    b_kv = [torch.einsum("bjgr,bgjd->bgrd", phi, values) for (phi, _), values in zip(of_layers, exact.bias.b_KV, strict=True)]
-    b_d, log_scale = (torch.stack(x) for x in zip(*((phi.sum(dim=1), top) for phi, top in of_layers), strict=True))
-    return replace(exact.bias, b_KV=torch.stack(b_kv), b_D=b_d, log_scale=log_scale, features=features)
+def _summed(exact: ConvertedExactly, of_layers: Sequence[tuple[Tensor, Tensor]], features: Sequence[SoftmaxFeatures]) -> KVBias:
+    """The bias of phi(k) [batch, key, kv_head, r], its log-scale [batch, kv_head] and the features, given for each layer."""
+    parts = []
+    for (phi, log_scale), of_layer, keys in zip(of_layers, features, exact.bias.attention, strict=True):
+        b_kv = torch.einsum("bjgr,bgjd->bgrd", phi, keys.b_kv)
+        parts.append(Features(b_kv, phi.sum(dim=1), log_scale, of_layer))
+    return exact.bias.with_attention(parts)
 
 
 def _scaled(exact: ConvertedExactly, log_phi: Float[Tensor, "batch key kv_head r"]) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,7 @@ class FewKeys(Approximation):
     def wanted(self, teacher: Teacher) -> Int[Tensor, " batch"]:
         """How many keys each prompt keeps per key-value head, on average; at most one per token."""
         each = [min(self._wanted(n), n) for n in teacher.lengths.tolist()]
-        return torch.tensor(each, device=teacher.exact.bias.b_D.device)
+        return torch.tensor(each, device=teacher.exact.bias.device)
 
     def _wanted(self, n_tokens: int) -> int:
         return self.n_keys if self.n_keys is not None else math.ceil(self.ratio * n_tokens)  # type: ignore[operator]
@@ -94,27 +94,12 @@ def with_values(
 
 def assembled(exact: ConvertedExactly, layers: Sequence[LayerKeys]) -> KVBias:
     """The bias made of the reduced layers; any layers above them keep all their keys."""
-    whole = exact.bias
-    assert isinstance(whole.features, VirtualKeys)
-    r = max([each.weights.shape[-1] for each in layers] + ([whole.d_phi] if len(layers) < len(whole.b_KV) else []))
-    keys, distance, weights, values = [], [], [], []
-    for layer in range(len(whole.b_KV)):
-        if layer < len(layers):
-            each = layers[layer]
-        else:
-            features = whole.features
-            each = LayerKeys(features.keys[layer], features.distance[layer], whole.b_D[layer], whole.b_KV[layer])
-        missing = r - each.weights.shape[-1]
-        keys.append(torch.cat([each.keys, each.keys[..., :1, :].expand(-1, -1, missing, -1)], dim=-2))
-        distance.append(torch.cat([each.distance, each.distance[..., :1].expand(-1, -1, missing)], dim=-1))
-        weights.append(torch.nn.functional.pad(each.weights, (0, missing)))
-        values.append(torch.nn.functional.pad(each.values, (0, 0, 0, missing)))
-    return replace(
-        whole,
-        b_KV=torch.stack(values),
-        b_D=torch.stack(weights),
-        features=VirtualKeys(torch.stack(keys), torch.stack(distance)),
-    )
+    whole = exact.bias.attention
+    parts = [
+        replace(part, b_kv=each.values, b_d=each.weights, features=VirtualKeys(each.keys, each.distance))
+        for part, each in zip(whole, layers, strict=False)
+    ]
+    return exact.bias.with_attention([*parts, *whole[len(parts) :]])
 
 
 CHOOSING, MOVING = "choosing keys", "moving keys"

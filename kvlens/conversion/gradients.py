@@ -13,7 +13,7 @@ next token.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from kvlens.conversion.method import Teacher
 from kvlens.conversion.prompt_pass import attention_parts, continued, rows_at_once, rows_of
 from kvlens.conversion.prompt_texts import Texts
-from kvlens.kv_bias import KVBias, VirtualKeys
+from kvlens.kv_bias import KVBias
 from kvlens.model.protocol import ReadsPrompts
 from kvlens.ops.landmarks import Queries
 
@@ -69,7 +69,7 @@ TOKENS_AT_ONCE = 256
 
 def logit_metrics(teacher: Teacher) -> list[Float[Tensor, "batch kv_head d_head d_head"]]:
     """The mean of g g^T of each layer over reference texts after the prompt and the heads of a group, in float64."""
-    n_layers, batch, n_kv_heads, _, d_head = teacher.exact.bias.b_KV.shape
+    n_layers, (batch, n_kv_heads, _, d_head) = teacher.n_layers, teacher.exact.bias.attention[0].b_kv.shape
     seed, device, texts = teacher.method.seed, teacher.seen[0].device, some_of(teacher.seen)
     sums = torch.zeros(n_layers, batch, n_kv_heads, d_head, d_head, dtype=torch.float64, device=device)
     teacher.tell(TAKING_GRADIENTS)
@@ -165,10 +165,10 @@ class Changes:
     @classmethod
     def of(cls, bias: KVBias, errors: Float[Tensor, "layer batch kv_head"] | None = None) -> "Changes":
         """No change of ``bias`` yet, in units of the heads' relative errors; without these, all in units of 1."""
-        assert isinstance(bias.features, VirtualKeys)
-        used = bias.b_D > 0
-        weights = torch.where(used, bias.b_D, 1.0)
-        start = bias.features.keys, weights.log(), bias.b_KV / weights[..., None]
+        b_d = bias.stacked("b_d")
+        used = b_d > 0
+        weights = torch.where(used, b_d, 1.0)
+        start = bias.stacked("keys"), weights.log(), bias.stacked("b_kv") / weights[..., None]
         units = (weights.new_ones(()),) * 3
         if errors is not None:
             unit = errors.to(weights)[..., None]
@@ -181,12 +181,13 @@ class Changes:
 
     def bias(self, like: KVBias) -> KVBias:
         """The changed bias, differentiable in the trained tensors."""
-        assert isinstance(like.features, VirtualKeys)
         every = zip(self.start, self.units, self.free(), strict=True)
         keys, log_weights, values = (start + unit * change for start, unit, change in every)
         weights = torch.where(self.used, log_weights.exp(), 0.0)
-        features = VirtualKeys(keys, like.features.distance)
-        return replace(like, b_D=weights, b_KV=weights[..., None] * values, features=features)
+        tensors = zip(weights, weights[..., None] * values, keys, like.attention, strict=True)
+        return like.with_attention(
+            [part.widened(keys.shape[3]).with_tensors({"b_d": w, "b_kv": b_kv, "keys": c}) for w, b_kv, c, part in tensors]
+        )
 
 
 def _size(x: Float[Tensor, "*head r d"], used: Bool[Tensor, "*head r"]) -> Float[Tensor, "*head 1 1"]:

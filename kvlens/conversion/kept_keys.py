@@ -83,7 +83,7 @@ def _ranks(scores: Tensor) -> Tensor:
 
 def real_keys(teacher: Teacher) -> Bool[Tensor, "batch key"]:
     """True at positions of the prompt whose token is read."""
-    return teacher.exact.bias.b_D[0, :, 0] != 0
+    return teacher.exact.bias.attention[0].b_d[:, 0] != 0
 
 
 def own_distance(teacher: Teacher) -> Int[Tensor, "batch key"]:
@@ -98,12 +98,11 @@ def attention_of_prompt(teacher: Teacher, layer: int, counts: Float[Tensor, "bat
     """
     exact, part = teacher.exact, attention_parts(teacher.model)[layer]
     assert exact.queries is not None
-    features = teacher.whole.features
-    keys, distance, weight = features.keys[layer], features.distance[layer], teacher.whole.b_D[layer]  # type: ignore[union-attr]
-    q = exact.queries[layer].to(keys)
-    sink = None if part.sinks is None else part.sinks.to(keys)
+    held = teacher.whole.attention[layer]
+    q = exact.queries[layer].to(held.keys)
+    sink = None if part.sinks is None else part.sinks.to(q)
     near = own_distance(teacher)
-    received = attention_received(q, near, counts.to(keys), keys, distance, weight, part.score_rule(), sink)
+    received = attention_received(q, near, counts.to(q), held.keys, held.distance, held.b_d, part.score_rule(), sink)
     own = received[..., -near.shape[1] :]  # keys of the old bias come first
     return own.unflatten(1, (teacher.n_kv_heads, -1)).sum(dim=2)
 

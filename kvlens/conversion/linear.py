@@ -27,10 +27,10 @@ from torch import Tensor
 from kvlens.checks import Within, checked, ensure
 from kvlens.components import KVAttention, LinearCacheEntry, hidden_tokens_keep_positions
 from kvlens.conversion.prompt import PromptBatch
+from kvlens.conversion.prompt_pass import moved_away
 from kvlens.errors import KVLensError, brief
-from kvlens.kv_bias import LAST_POSITION, Fingerprint, KVBias, VirtualKeys
+from kvlens.kv_bias import LAST_POSITION, Fingerprint, KVBias, Layer, State
 from kvlens.kv_bias.fit import since
-from kvlens.kv_bias.storage import padded
 from kvlens.model import HookedKVTransformer
 from kvlens.model.streaming import has_hooks, segments, wants_gradients
 from kvlens.ops.linear_attention import LinearAttentionState, carry_state
@@ -48,19 +48,11 @@ def convert_linear_prompt(
     """See :func:`kvlens.convert_prompt`, which checks the prompt and the bias that it continues."""
     cfg, device, lengths, n_positions = model.cfg, prompt.tokens.device, prompt.lengths(), prompt.n_positions()
     entries = _states_after(model, prompt, fwd_hooks, segment_length, on_progress)
-    layers = [_layer_tensors(block.attn, entry, n_positions) for block, entry in zip(model.blocks, entries, strict=True)]
-    b_kv, b_d, last_k, last_v, last_q = (padded([x.to(device) for x in of_layers]) for of_layers in zip(*layers, strict=True))
+    layers = [_layer(block.attn, entry, n_positions) for block, entry in zip(model.blocks, entries, strict=True)]
     before = (0, 0) if old is None else (old.to(device).n_prompt_tokens, old.to(device).position_offset)
-    return KVBias(
-        b_KV=b_kv,
-        b_D=b_d,
-        last_k=last_k,
-        last_v=last_v,
-        last_q=last_q,
-        n_prompt_tokens=lengths + before[0],
-        position_offset=0 if cfg.rotates_after else n_positions + before[1],
-        fingerprint=fingerprint,
-    )
+    offset = 0 if cfg.rotates_after else n_positions + before[1]
+    layers = [layer.map(lambda x: x.to(device)) for layer in layers]
+    return KVBias.from_layers(layers, lengths + before[0], offset, fingerprint)
 
 
 def _states_after(
@@ -83,8 +75,8 @@ def _states_after(
     return cache.entries  # type: ignore[return-value]
 
 
-def _layer_tensors(attn: KVAttention, entry: LinearCacheEntry, n_positions: int | Tensor) -> tuple[Tensor, ...]:
-    """(b_KV, b_D, last_k, last_v, last_q) of one layer, each with a batch axis."""
+def _layer(attn: KVAttention, entry: LinearCacheEntry, n_positions: int | Tensor) -> Layer:
+    """What the prompt leaves in one layer."""
     assert entry.state is not None
     group = attn.cfg.n_heads // entry.state.kv.shape[1]  # a bias has the state of every query head
     k_sum = None if entry.state.k_sum is None else entry.state.k_sum.repeat_interleave(group, dim=1)
@@ -93,8 +85,8 @@ def _layer_tensors(attn: KVAttention, entry: LinearCacheEntry, n_positions: int 
     kv, k_sum = carry_layer_state(attn, old, n_positions, written)
     heads = dict(k=attn.cfg.n_kv_heads, v=attn.cfg.n_kv_heads, q=attn.cfg.n_heads)
     empty = {x: kv.new_zeros(len(kv), 0, n, kv.shape[-1]) for x, n in heads.items()}
-    last = (entry.shift_state.get(x, empty[x]).to(kv) for x in heads)
-    return kv, kv.new_zeros(kv.shape[:3]) if k_sum is None else k_sum, *last
+    last = {x: entry.shift_state.get(x, empty[x]).to(kv) for x in heads}
+    return Layer((State(kv, kv.new_zeros(kv.shape[:3]) if k_sum is None else k_sum),), last)
 
 
 @checked
@@ -122,26 +114,21 @@ def carry_bias(model: HookedKVTransformer, bias: KVBias, n_tokens: int | Int[Ten
             raise KVLensError(
                 f"carry_bias: n_tokens must be a number for each of {bias.batch_size} prompts, got {brief(n_tokens)}"
             )
-        n_tokens = n_tokens.to(bias.b_KV.device)
+        n_tokens = n_tokens.to(bias.device)
     else:
         ensure("carry_bias: n_tokens", Annotated[int, Within(0, LAST_POSITION)], n_tokens)
     bias.fingerprint.check(model.fingerprint(), "carry_bias")
-    if bias.features is not None:
-        features = bias.features.further(n_tokens) if isinstance(bias.features, VirtualKeys) else bias.features
-        after = {name: getattr(bias, name) + n_tokens for name in ("n_prompt_tokens", "position_offset")}
-        return bias._made(
-            since(bias.fit, f"carried over {n_tokens} tokens") if n_tokens else bias.fit, features=features, **after
-        )
-    has_batch = bias.batch_size is not None
-    layers = []
-    for layer, block in enumerate(model.blocks):
-        one = bias.of_layer(layer)
-        kv, k_sum = one.b_KV[0], one.b_D[0]
-        state = LinearAttentionState(kv if has_batch else kv[None], k_sum if has_batch else k_sum[None])
-        layers.append(carry_layer_state(block.attn, state, n_tokens))
-    b_kv = padded([state.kv if has_batch else state.kv[0] for state in layers])
-    offset = 0 if model.cfg.rotates_after else bias.position_offset + n_tokens
-    return replace(bias, b_KV=b_kv, position_offset=offset, n_prompt_tokens=bias.n_prompt_tokens + n_tokens)
+    after = {"n_prompt_tokens": bias.n_prompt_tokens + n_tokens, "position_offset": bias.position_offset + n_tokens}
+    if bias.kind is None:
+        parts = [_carried(block.attn, part, n_tokens) for block, part in zip(model.blocks, bias.attention, strict=True)]
+        after |= {"position_offset": 0} if model.cfg.rotates_after else {}
+        return bias.with_attention(parts)._made(None, **after)
+    moved = moved_away(bias, n_tokens) if bias.kind == "virtual_keys" else bias
+    return moved._made(since(bias.fit, f"carried over {n_tokens} tokens") if n_tokens else bias.fit, **after)
+
+
+def _carried(attn: KVAttention, part: State, n_tokens: int | Tensor) -> State:
+    return replace(part, b_kv=carry_layer_state(attn, LinearAttentionState(part.b_kv, part.b_d), n_tokens).kv)
 
 
 def carry_layer_state(

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvlens.chat import PLACEHOLDER, has_chat_template, written_behind
 from kvlens.conversion.prompt import PromptBatch
 from kvlens.conversion.prompt_pass import ConvertedExactly, as_batch, continued, rows_at_once, rows_of
-from kvlens.kv_bias import AnswerErrors, KVBias, VirtualKeys
+from kvlens.kv_bias import AnswerErrors, KVBias, Layer
 from kvlens.kv_bias.fit import MATTERS, Recall, RecalledWord
 from kvlens.marks import without_marks
 from kvlens.memory import NUMBERS_AT_ONCE, NUMBERS_PER_PASS, by_device
@@ -44,15 +44,15 @@ def without_prompt(model: ReadsPrompts, prompt: PromptBatch, exact: ConvertedExa
     """
     bos = None if model.tokenizer is None else model.tokenizer.bos_token_id
     bias = exact.bias
-    keeps_bos = old is None and not bias.recurrent.layers and bos is not None and bool((prompt.tokens[:, 0] == bos).all())
-    assert isinstance(bias.features, VirtualKeys)
-    first = VirtualKeys(bias.features.keys[..., :1, :], bias.features.distance[..., :1])
-    rows: dict[str, Any] = {name: torch.zeros_like(getattr(bias, name)) for name in ("last_k", "last_v", "last_q")}
-    rows["recurrent"] = bias.recurrent.map(torch.zeros_like)
-    if old is not None:
-        before = as_batch(old, bias.b_KV.shape[1])
-        rows = {name: getattr(before, name) for name in rows}
-    left = replace(bias, b_KV=keeps_bos * bias.b_KV[..., :1, :], b_D=keeps_bos * bias.b_D[..., :1], features=first, **rows)
+    recurs = any(layer.state is not None for layer in bias.layers)
+    keeps_bos = old is None and not recurs and bos is not None and bool((prompt.tokens[:, 0] == bos).all())
+    before = [layer.map(torch.zeros_like) for layer in bias.layers] if old is None else as_batch(old, bias.n_rows).layers
+
+    def rest(layer: Layer, before: Layer) -> Layer:
+        first = layer.of_attention(lambda keys: keys.some(torch.tensor([0])).times(float(keeps_bos)))
+        return replace(first.with_state_of(before), last=before.last)
+
+    left = bias.of_layers(list(map(rest, bias.layers, before)), None)
     if old is not None:
         return Without(continued(old, left), "what was converted before")
     return Without(left, "the prompt's BOS" if keeps_bos else "nothing")

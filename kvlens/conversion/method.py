@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 
 from kvlens.checks import Within, checked
 from kvlens.conversion import Approximation, Teacher
-from kvlens.kv_bias import KVBias
+from kvlens.kv_bias import Keys, KVBias
 
 
 @checked
@@ -28,14 +28,16 @@ class LastKeys(Approximation):
     n_keys: Annotated[int, Within(1, 4096)] = 8
 
     def fit(self, teacher: Teacher) -> KVBias:
-        exact = teacher.exact.bias
-        near = exact.features.distance <= self.n_keys  # the last token of each prompt is at distance 1
-        return replace(exact, b_D=exact.b_D * near, b_KV=exact.b_KV * near[..., None])
+        def last(keys: Keys) -> Keys:
+            near = keys.distance <= self.n_keys  # the last token of each prompt is at distance 1
+            return replace(keys, b_d=keys.b_d * near, b_kv=keys.b_kv * near[..., None])
+
+        return teacher.exact.bias.map_layers(lambda layer: layer.of_attention(last))
 ```
 
 `convert_prompt(model, prompt, method=LastKeys(n_keys=4))` works as it is. A method that keeps a number of keys derives from
 `FewKeys` (`kvlens/conversion/few_keys.py`: `n_features`, `ratio` and their refusals), or from `KeptKeys` (`kept_keys.py`
-beside it) if it chooses them by a score, with weights of 1; `without=` and padding leave tokens out, whose `b_D` is 0. To add
+beside it) if it chooses them by a score, with weights of 1; `without=` and padding leave tokens out, whose `b_d` is 0. To add
 it to kvlens itself, give it a line in `kvlens/conversion_methods.py`, which adds the shorthand `method="last", n_keys=4` and
 `kvlens report --method last` (whose `--features` needs the class attribute `shorthand = {"n_features": "n_keys"}`, as in
 `FewKeys`); export it beside the others in `kvlens/conversion/__init__.py`, and name it in `convert_prompt`'s docstring.
@@ -58,10 +60,10 @@ texts = dict(n_continuations=4, continuation_length=8)
 errors = []
 for n in (2, 6, 12):
     bias = convert_prompt(model, prompt, method=LastKeys(n_keys=n, **texts))
-    assert (bias.b_D != 0).sum(dim=-1).unique().tolist() == [n]
+    assert (bias.stacked("b_d") != 0).sum(dim=-1).unique().tolist() == [n]
     assert bias.fit.method == "last" and bias.fit.settings["n_keys"] == n
     errors.append(float(bias.fit.answers.logits_error))
-assert torch.equal(bias.b_KV, exact.b_KV) and errors[2] < 1e-11 < min(errors[:2])
+assert torch.equal(bias.stacked("b_kv"), exact.stacked("b_kv")) and errors[2] < 1e-11 < min(errors[:2])
 ```
 """
 
@@ -127,12 +129,12 @@ class Teacher:
     @property
     def n_layers(self) -> int:
         """Layers with attention."""
-        return len(self.exact.bias.b_KV)
+        return len(self.exact.bias.attention_layers)
 
     @property
     def n_kv_heads(self) -> int:
         """Key-value heads of a layer."""
-        return self.exact.bias.b_KV.shape[2]
+        return self.exact.bias.attention[0].n_kv_heads
 
     def keys(self, layer: int) -> PromptKeys:
         """The prompt's keys of one layer."""
@@ -149,7 +151,7 @@ class Teacher:
 
     def head_errors(self, bias: KVBias, layer: int, queries: Queries) -> Errors:
         """The relative errors of one layer's heads on its queries if ``bias`` (of this prompt alone) replaces the prompt."""
-        part, prompt = LayerBias.of(bias, bias.attention_layers[layer], bias.b_KV.device), self.keys(layer)
+        part, prompt = LayerBias.of(bias, bias.attention_layers[layer], bias.device), self.keys(layer)
         return output_errors(
             queries,
             prompt,
@@ -184,7 +186,7 @@ class Teacher:
         """The bias of this prompt alone in ``dtype``, with the errors of the stored numbers on held-out texts as its record."""
         self.tell(MEASURING)
         stored = fit.to(dtype)
-        bias = stored.to(fit.b_KV.dtype)
+        bias = stored.to(fit.dtype)
         queries = self.read(self.whole, [self.held_out])
         with self.timed("errors"):
             errors = [self.head_errors(bias, layer, each) for layer, each in enumerate(queries)]
@@ -196,7 +198,7 @@ class Teacher:
             n_held_out_tokens=self.held_out[0].numel(),
             tokens=dict(self.tokens),
             seconds=dict(self.seconds),
-            n_keys=(bias.b_D != 0).sum(dim=-1),
+            n_keys=torch.stack([(part.b_d != 0).sum(dim=-1) for part in bias.attention]),
             head_output_error=torch.stack([output for output, _ in errors]),
             mass_error=torch.stack([mass for _, mass in errors]),
             answers=answers,

@@ -3,7 +3,7 @@
 All other methods approximate it, and it replaces the prompt while reference text is read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -13,9 +13,8 @@ from torch import Tensor
 
 from kvlens.components import LayerBias
 from kvlens.errors import KVLensError
-from kvlens.kv_bias import Fingerprint, KVBias, VirtualKeys
+from kvlens.kv_bias import Features, Fingerprint, Keys, KVBias, VirtualKeys
 from kvlens.kv_bias.exact import exact_bias
-from kvlens.kv_bias.storage import padded
 from kvlens.memory import NUMBERS_AT_ONCE, by_device
 from kvlens.model.protocol import KVModel, PromptBatch, ReadsPrompts
 from kvlens.ops.landmarks import PromptKeys
@@ -40,10 +39,8 @@ class ConvertedExactly(NamedTuple):
 
     def keys(self, model: ReadsPrompts, layer: int) -> PromptKeys:
         """One layer's keys, in the form used by the fits."""
-        features = self.bias.features
-        assert isinstance(features, VirtualKeys)
-        rule = attention_parts(model)[layer].score_rule()
-        return PromptKeys(features.keys[layer], self.bias.b_KV[layer], features.distance[layer], self.real, rule)
+        part = self.bias.attention[layer]
+        return PromptKeys(part.keys, part.b_kv, part.distance, self.real, attention_parts(model)[layer].score_rule())
 
 
 def convert_exactly(
@@ -72,7 +69,7 @@ def attention_parts(model: ReadsPrompts) -> list[Any]:
 
 def rows_at_once(model: KVModel, bias: KVBias, n_pos: int, most: int) -> int:
     """How many texts of ``n_pos`` tokens can be read at once after ``bias``, at least one."""
-    return min(most, max(1, by_device(NUMBERS_AT_ONCE, bias.b_KV.device) // (model.cfg.n_heads * n_pos * (bias.d_phi + n_pos))))
+    return min(most, max(1, by_device(NUMBERS_AT_ONCE, bias.device) // (model.cfg.n_heads * n_pos * (bias.d_phi + n_pos))))
 
 
 def readers(model: KVModel, old: KVBias | None, read: dict[str, Tensor]) -> list[tuple[str, Callable]]:
@@ -93,49 +90,37 @@ def as_read(old: KVBias | None, read: dict[str, Tensor]) -> KVBias | None:
     if old is None or not read:
         return old
     device = next(iter(read.values())).device
-    held = {layer: LayerBias.of(old, layer, device) for layer in old.attention_layers}
-    names = [name for name in ("b_kv", "b_d", "b_keys") if f"blocks.{old.attention_layers[0]}.attn.hook_{name}" in read]
-    new = {(layer, name): read[f"blocks.{layer}.attn.hook_{name}"] for layer in held for name in names}
-    if all(torch.equal(b, held[layer].shown(name, old.first_state_head(layer)).to(b)) for (layer, name), b in new.items()):
+    given: dict[int, dict[str, Tensor]] = {layer: {} for layer in old.attention_layers}
+    for name, b in read.items():
+        given[int(name.split(".")[1])][name.rpartition("hook_")[2]] = b
+    held = {layer: LayerBias.of(old, layer, device) for layer in given}
+    shown = ((held[l].shown(name, old.first_state_head(l)).to(b), b) for l, new in given.items() for name, b in new.items())
+    if all(torch.equal(*both) for both in shown):
         return old
-    batch = max(map(len, new.values()))
-    whole = old.per_query_head()
-    whole = whole if batch == 1 and old.batch_size is None else as_batch(whole, batch)
-
-    def stacked(name: str) -> Tensor:
-        layers = padded([new[layer, name].expand(batch, *new[layer, name].shape[1:]) for layer in held]).to(whole.b_KV)
-        return layers[:, 0] if whole.batch_size is None else layers
-
-    assert whole.log_scale is not None
-    changed: dict[str, Any] = {"b_KV": stacked("b_kv"), "b_D": stacked("b_d"), "log_scale": torch.zeros_like(whole.log_scale)}
-    if "b_keys" in names and not old.fingerprint.layers_differ:
-        assert isinstance(whole.features, VirtualKeys)
-        changed |= _with_keys_by_query_head(stacked("b_keys"), whole.features.distance, changed["b_KV"], changed["b_D"])
-    elif "b_keys" in names and not all(
-        torch.equal(new[l, "b_keys"], held[l].shown("b_keys", old.first_state_head(l))) for l in held
-    ):
-        raise KVLensError(
-            "convert_prompt: hook_b_keys was changed, from which a model whose layers differ in heads cannot continue"
-        )
-    return replace(whole, **changed)
+    batch = max(map(len, read.values()))
+    whole = old if batch == 1 and old.batch_size is None else as_batch(old, batch)
+    parts = zip(old.attention_layers, whole.attention, strict=True)
+    return whole.with_attention([_as_read(part, given[layer], old.first_state_head(layer)) for layer, part in parts])
 
 
-def _with_keys_by_query_head(
-    keys: Float[Tensor, "layer *batch head r d_key"],
-    distance: Int[Tensor, "layer *batch kv_head r"],
-    b_kv: Float[Tensor, "layer *batch head r d_head"],
-    b_d: Float[Tensor, "layer *batch head r"],
-) -> dict[str, Any]:
-    """Features, b_KV and b_D for keys that the query heads of a group need not share: then each has its own, side by side."""
-    n_kv_heads = distance.shape[-2]
-    by_group = keys.unflatten(-3, (n_kv_heads, -1))
-    if torch.equal(by_group, by_group[..., :1, :, :].expand_as(by_group)):
-        return {"features": VirtualKeys(by_group[..., 0, :, :], distance)}
-    group = by_group.shape[-3]
-    own = torch.eye(group).to(b_kv)[:, :, None]  # [query head of the group, whose key, r]
-    b_d = (b_d.unflatten(-2, (n_kv_heads, group))[..., None, :] * own).flatten(-2).flatten(-3, -2)
-    b_kv = (b_kv.unflatten(-3, (n_kv_heads, group))[..., None, :, :] * own[..., None]).flatten(-3, -2).flatten(-4, -3)
-    return {"features": VirtualKeys(by_group.flatten(-3, -2), torch.cat([distance] * group, dim=-1)), "b_KV": b_kv, "b_D": b_d}
+def _as_read(part: Features, given: Mapping[str, Tensor], n_heads: int) -> Features:
+    """The part with numbers as hooks left them, by query head."""
+    given = {name: b.expand(len(part.b_d), *b.shape[1:]).to(part.b_kv) for name, b in given.items()}
+    changed = replace(part, b_kv=given["b_kv"], b_d=given["b_d"], log_scale=torch.zeros_like(part.log_scale))
+    return _with_keys_by_query_head(changed, given["b_keys"]) if isinstance(changed, Keys) else changed
+
+
+def _with_keys_by_query_head(part: Keys, keys: Float[Tensor, "batch head r d_key"]) -> Keys:
+    """The part with keys that the query heads of a group need not share: then each has its own, side by side."""
+    by_group = keys.unflatten(1, (part.n_kv_heads, -1))
+    if torch.equal(by_group, by_group[:, :, :1].expand_as(by_group)):
+        return replace(part, features=VirtualKeys(by_group[:, :, 0], part.distance))
+    group = by_group.shape[2]
+    own = torch.eye(group).to(part.b_kv)[:, :, None]  # [query head of the group, whose key, r]
+    b_d = (part.b_d.unflatten(1, (-1, group))[..., None, :] * own).flatten(-2).flatten(1, 2)
+    b_kv = (part.b_kv.unflatten(1, (-1, group))[..., None, :, :] * own[..., None]).flatten(-3, -2).flatten(1, 2)
+    features = VirtualKeys(by_group.flatten(2, 3), torch.cat([part.distance] * group, dim=-1))
+    return replace(part, b_kv=b_kv, b_d=b_d, features=features)
 
 
 def continued(old: KVBias | None, new: KVBias) -> KVBias:
@@ -148,14 +133,20 @@ def continued(old: KVBias | None, new: KVBias) -> KVBias:
     """
     if old is None:
         return new
-    if not isinstance(old.features, type(new.features)):
-        kinds = f"{old.features.kind} features, this method has {new.features.kind}"  # type: ignore[union-attr]
+    if old.kind != new.kind:
+        kinds = f"{old.kind} features, this method has {new.kind}"
         raise KVLensError(f"convert_prompt: the bias to continue from has {kinds}: continue with the method that made it")
-    old = as_batch(old, new.b_KV.shape[1])
-    if isinstance(old.features, VirtualKeys):
-        old = old._made(old.fit, features=old.features.further(new.position_offset - old.position_offset))
+    old = as_batch(old, new.n_rows)
+    if old.kind == "virtual_keys":
+        old = moved_away(old, new.position_offset - old.position_offset)
     both = KVBias.combine(old, new, shift_state="last")
-    return both._made(both.fit, recurrent=new.recurrent)
+    layers = [layer.with_state_of(own) for layer, own in zip(both.layers, new.layers, strict=True)]
+    return both.of_layers(layers, both.fit)
+
+
+def moved_away(bias: KVBias, n_tokens: int | Int[Tensor, " batch"]) -> KVBias:
+    """The bias with its keys so many positions further away from the text."""
+    return bias.of_layers([layer.of_attention(lambda keys: keys.further(n_tokens)) for layer in bias.layers], bias.fit)
 
 
 def as_batch(bias: KVBias, batch: int) -> KVBias:

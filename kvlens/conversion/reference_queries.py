@@ -162,7 +162,7 @@ def sample_continuations(
     logits = model.logits_of(exact.last_residual)[:, 0]
     batch = logits.shape[0]
     rows = torch.arange(batch).repeat_interleave(n)
-    at_once = min(ROWS_AT_ONCE, max(1, 2 * by_device(NUMBERS_AT_ONCE, whole.b_KV.device) // whole.b_KV[0, 0].numel()))
+    at_once = min(ROWS_AT_ONCE, max(1, 2 * by_device(NUMBERS_AT_ONCE, whole.device) // whole.attention[0].b_kv[0].numel()))
     texts, tokens, n_tokens = [], itertools.count(1), -(-len(rows) // at_once) * length
     for part in rows.split(at_once):
         with model.holding(rows_of(whole, part)):

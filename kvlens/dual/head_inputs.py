@@ -17,7 +17,6 @@ from torch import Tensor
 
 from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.kv_bias import VirtualKeys
 from kvlens.model import Augmented, HookedKVTransformer, heads_per_layer
 from kvlens.ops import dual as ops
 from kvlens.ops.feature_maps import draw_projections
@@ -133,7 +132,7 @@ def check_attention(model: HookedKVTransformer, pos: int) -> None:
     refused = [
         (changes_step, "regularised, negative or ridge attention: they correspond to a step on a different loss"),
         (
-            cfg.attention == "softmax" and bias is not None and not isinstance(bias.features, VirtualKeys),
+            cfg.attention == "softmax" and bias is not None and bias.kind != "virtual_keys",
             "a softmax bias whose features are not those of the exact kernel; virtual keys have them (methods exact, landmark)",
         ),
         (bias is not None and bias.batch_size not in (None, 1), "several prompts' biases at once; attach that of one prompt"),

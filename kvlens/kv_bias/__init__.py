@@ -21,6 +21,7 @@ from kvlens.kv_bias.features import EluFeatures, LearnedFeatures, RandomFeatures
 from kvlens.kv_bias.fields import LAST_POSITION, NO_STATES, Fingerprint, RecurrentStates
 from kvlens.kv_bias.fit import AnswerErrors, BiasFit, Recall
 from kvlens.kv_bias.kv_bias import KVBias
+from kvlens.kv_bias.layers import Features, Keys, Layer, State
 
 combine = KVBias.combine
 
@@ -30,13 +31,17 @@ __all__ = [
     "AnswerErrors",
     "BiasFit",
     "EluFeatures",
+    "Features",
     "Fingerprint",
     "KVBias",
+    "Keys",
+    "Layer",
     "LearnedFeatures",
     "RandomFeatures",
     "Recall",
     "RecurrentStates",
     "SoftmaxFeatures",
+    "State",
     "TaylorFeatures",
     "VirtualKeys",
     "combine",

@@ -4,7 +4,7 @@ Attention over it is softmax attention over the prompt (r = M, weight 1). Conver
 features (:mod:`kvlens.conversion.prompt_pass`), and the bridge is compared with Transformers under it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,9 +12,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens.kv_bias.features import VirtualKeys
-from kvlens.kv_bias.fields import NO_STATES, Fingerprint, RecurrentStates
+from kvlens.kv_bias.fields import Fingerprint
 from kvlens.kv_bias.kv_bias import KVBias
-from kvlens.kv_bias.storage import padded
+from kvlens.kv_bias.layers import Keys, Layer, State
 
 
 class PromptBatch(NamedTuple):
@@ -44,7 +44,7 @@ class PromptBatch(NamedTuple):
 
 
 class PromptReading(NamedTuple):
-    """What one pass over a prompt leaves for conversion; the layers are those with attention.
+    """What one pass over a prompt leaves for conversion; each list has the layers with attention, in order.
 
     Attributes:
         keys: as scored.
@@ -52,15 +52,16 @@ class PromptReading(NamedTuple):
         residual: the residual stream after the last layer.
         queries: as scored, of each layer; None unless they were asked for.
         shift_state: raw last rows of the projections that are shifted, by "k", "v" and "q".
-        recurrent: the states of recurrent layers, including the effect of the bias that the prompt continues.
+        recurrent: by its number, the state of each recurrent layer, including the effect of the bias that the prompt
+            continues, and the inputs of its convolution.
     """
 
-    keys: Float[Tensor, "layer batch kv_head pos d_key"]
-    values: Float[Tensor, "layer batch kv_head pos d_head"]
+    keys: Sequence[Float[Tensor, "batch kv_head pos d_key"]]
+    values: Sequence[Float[Tensor, "batch kv_head pos d_head"]]
     residual: Float[Tensor, "batch pos d_model"]
     queries: list[Float[Tensor, "batch pos head d_key"]] | None = None
-    shift_state: Mapping[str, Float[Tensor, "layer batch window head d_head"]] = {}
-    recurrent: RecurrentStates = NO_STATES
+    shift_state: Mapping[str, Sequence[Float[Tensor, "batch window head d_head"]]] = {}
+    recurrent: Mapping[int, tuple[Float[Tensor, "batch head d_k d_v"], Float[Tensor, "batch rows channel"]]] = {}
 
 
 def exact_bias(reading: PromptReading, prompt: PromptBatch, old: KVBias | None, fingerprint: Fingerprint) -> KVBias:
@@ -72,31 +73,19 @@ def exact_bias(reading: PromptReading, prompt: PromptBatch, old: KVBias | None, 
         old: the bias that the prompt continues; its positions come first.
         fingerprint: fingerprint of the model.
     """
-    keys, values = reading.keys, reading.values
-    n_layers, batch, n_kv_heads, n_pos, d_head = values.shape
-    heads = {"k": n_kv_heads, "v": n_kv_heads, "q": fingerprint.n_heads}
-    last = {x: reading.shift_state.get(x, values.new_zeros(n_layers, batch, 0, n, d_head)) for x, n in heads.items()}
-    lengths = torch.as_tensor(prompt.n_positions(), device=keys.device).expand(batch)
-    distance = lengths[:, None] - torch.arange(n_pos, device=keys.device)
-    weight = torch.ones(batch, n_pos, device=keys.device) if prompt.mask is None else prompt.mask
-    on = weight[:, None, :].to(keys).expand(*keys.shape[:-1])
-    if fingerprint.layers_differ:
-        alike = fingerprint.n_heads == fingerprint.n_kv_heads  # rows of key-value heads could not be told from query heads'
-        sizes = [(n_kv, n // n_kv if alike else 1) for n, n_kv, *_ in fingerprint.heads]
-        on, values = (
-            padded([x[:, :n].repeat_interleave(group, dim=1) for x, (n, group) in zip(of, sizes, strict=True)])
-            for of in (on, values)
-        )
-    return KVBias(
-        b_KV=values * on[..., None],
-        b_D=on.clone(),
-        last_k=last["k"],
-        last_v=last["v"],
-        last_q=last["q"],
-        n_prompt_tokens=prompt.lengths(),
-        position_offset=prompt.n_positions() + (0 if old is None else old.position_offset),
-        fingerprint=fingerprint,
-        features=VirtualKeys(keys, distance.clamp(min=1)[None, :, None].expand(*keys.shape[:-1]).clone()),
-        log_scale=keys.new_zeros(keys.shape[:3]),
-        recurrent=reading.recurrent,
-    )
+    batch, n_pos = prompt.tokens.shape
+    lengths = torch.as_tensor(prompt.n_positions(), device=prompt.tokens.device).expand(batch)
+    distance = lengths[:, None] - torch.arange(n_pos, device=prompt.tokens.device)
+    layers = [Layer() for _ in range(fingerprint.n_layers)]
+    for i, (layer, keys, values) in enumerate(zip(fingerprint.attention_layers, reading.keys, reading.values, strict=True)):
+        n_heads, n_kv_heads, d_head, _ = fingerprint.heads[layer]
+        weight = torch.ones(batch, n_pos, device=keys.device) if prompt.mask is None else prompt.mask
+        on = weight[:, None, :].to(keys).expand(keys.shape[:-1])
+        features = VirtualKeys(keys, distance.clamp(min=1)[:, None].expand(keys.shape[:-1]).clone())
+        part = Keys(values * on[..., None], on.clone(), keys.new_zeros(keys.shape[:2]), features)
+        none = {x: values.new_zeros(batch, 0, n, d_head) for x, n in (("k", n_kv_heads), ("v", n_kv_heads), ("q", n_heads))}
+        layers[layer] = Layer((part,), none | {x: of_layers[i] for x, of_layers in reading.shift_state.items()})
+    for layer, (state, conv) in reading.recurrent.items():
+        layers[layer] = Layer((*layers[layer].parts, State(state, None)), {**layers[layer].last, "conv": conv})
+    offset = prompt.n_positions() + (0 if old is None else old.position_offset)
+    return KVBias.from_layers(layers, prompt.lengths(), offset, fingerprint)

@@ -53,6 +53,10 @@ class SoftmaxFeatures(ABC):
         """The stored tensors by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
+    def made_of(self: F, tensors: dict[str, Tensor]) -> F:
+        """Features of this kind of other tensors."""
+        return replace(self, **tensors)  # type: ignore[arg-type]
+
     def map(self: F, change: Callable[[Tensor], Tensor]) -> F:
         """The same features with ``change`` applied to every tensor."""
         changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors().items()}

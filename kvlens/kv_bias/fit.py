@@ -376,6 +376,11 @@ def since(record: FitRecord, step: str) -> FitRecord:
     return None if record is None else _after(record, step)
 
 
+def edited(record: FitRecord, step: str) -> BiasFit:
+    """The record after ``step``, an operation that makes also an exact bias one of unknown errors."""
+    return _after(record, step)
+
+
 def of_sum(records: Iterable[FitRecord], step: str) -> FitRecord:
     """The record of a sum."""
     approximate = [record for record in records if record is not None]

@@ -35,7 +35,9 @@ from kvlens.kv_bias.arithmetic import (
 )
 from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys
 from kvlens.kv_bias.fields import COUNTS, NO_STATES, TENSORS, Fingerprint, RecurrentStates, check_fields, check_numbers
-from kvlens.kv_bias.fit import BiasFit, after_replacing, after_rounding, since
+from kvlens.kv_bias.fit import BiasFit, after_replacing, after_rounding, edited, since
+from kvlens.kv_bias.layers import Layer
+from kvlens.kv_bias.stack import fields_of_layers, layers_of, stacked
 from kvlens.kv_bias.storage import KeyBuckets, as_numbers, fields_of_buckets, padded, read_bias_file, used_keys, write_bias_file
 
 READ = (*TENSORS, "features", "log_scale", "recurrent", "position_offset", "fingerprint")
@@ -194,6 +196,77 @@ class KVBias:
         """Whether a text starts at the same position with both biases; always true in a model without positions."""
         offsets = torch.as_tensor(self.position_offset), torch.as_tensor(other.position_offset)
         return self.fingerprint.positional_embedding_type == "none" or bool((offsets[0] == offsets[1]).all())
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """What the prompt leaves in each layer of the model: views, not to be written to (:meth:`map_layers`)."""
+        return layers_of(self.padded())
+
+    def of_layers(self, layers: Sequence[Layer], fit: BiasFit | None, **changed: Any) -> "KVBias":
+        """A bias of these layers for the same model, with the record that belongs to them, and further ``changed`` fields."""
+        fields = fields_of_layers(self.fingerprint, layers, self.batch_size is None, self.position_offset)
+        return self._made(fit, **fields, **changed)
+
+    @staticmethod
+    def from_layers(
+        layers: Sequence[Layer],
+        n_prompt_tokens: int | Tensor,
+        position_offset: int | Tensor,
+        fingerprint: Fingerprint,
+        fit: BiasFit | None = None,
+        single: bool = False,
+    ) -> "KVBias":
+        """A bias of these layers; ``single`` for one prompt without an axis of prompts."""
+        counts = dict(n_prompt_tokens=n_prompt_tokens, position_offset=position_offset, fingerprint=fingerprint)
+        return KVBias(**fields_of_layers(fingerprint, layers, single, position_offset), **counts, fit=fit)  # type: ignore[arg-type]
+
+    @property
+    def attention(self) -> list[Any]:
+        """The parts of the layers with attention, in order: all :class:`~kvlens.kv_bias.State`, :class:`~kvlens.kv_bias.Keys`
+        or :class:`~kvlens.kv_bias.Features`."""
+        return [layer.attention for layer in self.layers if layer.attention is not None]
+
+    def with_attention(self, parts: Sequence[Any]) -> "KVBias":
+        """The bias with other parts in the layers with attention, in order. It counts as an operation."""
+        given = iter(parts)
+        return self.map_layers(lambda layer: layer.of_attention(lambda part: next(given)))
+
+    @property
+    def kind(self) -> str | None:
+        """What softmax attention reads: "virtual_keys", or another kind of features; None for linear attention."""
+        return None if self.features is None else self.features.kind
+
+    def map_layers(self, change: Callable[[Layer], Layer]) -> "KVBias":
+        """The bias with ``change`` applied to every layer: the way to write into one. It counts as an operation."""
+        return self.of_layers([change(layer) for layer in self.layers], self._edited("layers changed"))
+
+    def _edited(self, step: str) -> BiasFit | None:
+        """The record of a bias whose numbers were replaced: one of a softmax model is no longer exact."""
+        return self.fit if self.features is None else edited(self.fit, step)
+
+    def stacked(self, name: str) -> Tensor:
+        """A copy of one tensor of all layers that have it, [layer, (batch,) ...]; smaller ones are filled up with zeros.
+
+        Args:
+            name: "b_kv", "b_d", "last_k", "last_v", "last_q"; of softmax attention "log_scale" and "keys", "distance" or the
+                names of other features; "state" and "conv" of recurrent layers.
+        """
+        return stacked(self, name)
+
+    @property
+    def n_rows(self) -> int:
+        """The number of prompts."""
+        return self.batch_size or 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self.last_k.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its floating-point tensors."""
+        return self.last_k.dtype
 
     @property
     def n_layers(self) -> int:

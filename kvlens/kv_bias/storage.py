@@ -19,7 +19,7 @@ metadata, never pickle:
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -35,23 +35,12 @@ from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.kv_bias.features import VirtualKeys, features_from
 from kvlens.kv_bias.fields import COUNTS, TENSORS, Fingerprint, recurrent_from
 from kvlens.kv_bias.fit import BiasFit, below
+from kvlens.kv_bias.layers import padded as padded
 
 B = TypeVar("B")
 USED, DISTANCE = "used", "features.distance"
 RAGGED = {"b_KV": 1, "b_D": 0, "features.keys": 1, DISTANCE: 0}
 """The tensors that are packed, and how many axes follow the axis of the keys."""
-
-
-def padded(of_layers: Sequence[Tensor]) -> Tensor:
-    """The tensors of all layers, stacked; those of layers with fewer or smaller heads are filled up with zeros."""
-    shapes = [x.shape for x in of_layers]
-    if len(set(shapes)) == 1:
-        return torch.stack(list(of_layers))
-    largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
-    whole = of_layers[0].new_zeros(len(of_layers), *largest)
-    for layer, x in enumerate(of_layers):
-        whole[layer][tuple(slice(n) for n in x.shape)] = x
-    return whole
 
 
 def used_keys(b_kv: Tensor, b_d: Tensor, n_kv_heads: int) -> Bool[Tensor, "layer *batch kv_head r"]:

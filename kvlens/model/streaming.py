@@ -37,7 +37,6 @@ from kvlens.components import (
     upgrade_cache,
 )
 from kvlens.errors import KVLensError
-from kvlens.kv_bias.storage import padded
 from kvlens.memory import NUMBERS_AT_ONCE, WIDEST_ELSEWHERE, WIDEST_ON_CPU, by_device
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.protocol import PromptBatch, PromptReading, QueriesRead
@@ -391,7 +390,7 @@ def read_prompt(model: Any, prompt: PromptBatch, with_queries: bool = False) -> 
             with observed(model) as seen:
                 residuals.append(model(tokens[:, some], **options))
             queries.append([q.to(tokens.device) for q, _, _ in seen] if with_queries else [])
-    keys, values = (padded([x[i].transpose(1, 2).to(tokens.device) for x in seen]) for i in (1, 2))
+    keys, values = ([x[i].transpose(1, 2).to(tokens.device) for x in seen] for i in (1, 2))
     entries = [entry for entry in cache.entries if isinstance(entry, ShiftedCacheEntry)]
     shifted = [x for x in "kvq" if any(x in entry.shift_state for entry in entries)]
     return PromptReading(
@@ -399,7 +398,7 @@ def read_prompt(model: Any, prompt: PromptBatch, with_queries: bool = False) -> 
         values,
         torch.cat(residuals, dim=1),
         [torch.cat(parts, dim=1) for parts in zip(*queries, strict=True)] if with_queries else None,
-        {x: padded([entry.shift_state[x].to(keys) for entry in entries if x in entry.shift_state]) for x in shifted},
+        {x: [entry.shift_state[x].to(keys[0]) for entry in entries if x in entry.shift_state] for x in shifted},
     )
 
 

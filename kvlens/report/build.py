@@ -246,7 +246,7 @@ def build_report(
         "notes": notes_on(model, prompt_tokens, effect, bias),
         "bias": {
             "n_numbers": bias.num_parameters,
-            "holds": "b_KV and b_D" if bias.features is None else "b_KV, b_D and the features' parameters",
+            "holds": "b_KV and b_D" if bias.kind is None else "b_KV, b_D and the features' parameters",
             "position_offset": int(bias.position_offset),
             "kl_without_any_head": float(total["kl"]),
             "loss_change_without_any_head": float(total["loss_change"]),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from precision import LAW
 from safetensors.torch import save_file
-from small_models import linear_model, tokens
+from small_models import linear_model, relative_error, sharp, tokens
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, KVShiftConfig, combine, convert_prompt
 from kvlens.kv_bias import Fingerprint
@@ -52,6 +52,54 @@ def assert_identical(got, expected):
         assert type(a) is type(b), name
         assert torch.equal(torch.as_tensor(a), torch.as_tensor(b)), name
     assert got.fingerprint == expected.fingerprint
+
+
+# --- layers ---
+
+LAYERED = ["rope after", "window 3 with queries", "gqa decay", "softmax, shifted, grouped", "softmax, alibi, grouped"]
+
+
+@functools.cache
+def converted(name, single=True):
+    return convert_prompt(sharp(name), tokens(2, 9, seed=1)[0] if single else tokens(2, 9, seed=1))
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("name", LAYERED)
+def test_a_bias_is_made_of_its_layers(name, single):
+    bias = converted(name, single)
+    again = bias.of_layers(bias.layers, bias.fit)
+    assert again.fit is bias.fit is None and again.batch_size == bias.batch_size == (None if single else bias.n_rows)
+    for (a, x), (b, y) in zip(bias.tensors().items(), again.tensors().items(), strict=True):
+        assert (a == b and torch.equal(x, y) and x.dtype == y.dtype == bias.dtype) or a == "features.distance"
+    assert torch.equal(bias.stacked("b_kv"), bias.b_KV) and torch.equal(bias.stacked("last_q"), bias.last_q)
+    part = bias.layers[1].attention
+    assert torch.equal(part.b_kv if bias.batch_size else part.b_kv[0], bias.stacked("b_kv")[1])
+
+
+@pytest.mark.parametrize("name", LAYERED)
+def test_what_is_written_by_map_layers_is_read_and_a_copy_is_not(name):
+    model, bias, text = sharp(name), converted(name), tokens(1, 5, seed=2)
+    half = bias.map_layers(lambda layer: layer.each(lambda part: part.times(0.5)))
+    with model.kv_bias(0.5 * bias):
+        expected = model(text)
+    with model.kv_bias(half):
+        assert relative_error(model(text), expected) < LAW
+    bias.stacked("b_kv").mul_(2)
+    with model.kv_bias(0.5 * bias):
+        assert torch.equal(model(text), expected)
+
+
+def test_an_edited_bias_of_a_softmax_model_is_no_longer_called_exact():
+    exact, linear = converted("softmax, shifted, grouped"), converted("rope after")
+    assert exact.fit is None and exact.map_layers(lambda layer: layer).fit.history == ("layers changed",)
+    assert exact.with_attention(exact.attention).fit.history == ("layers changed",)
+    assert linear.map_layers(lambda layer: layer).fit is None  # whatever its numbers are, the model's own features read them
+
+
+def test_a_name_of_no_tensor_is_refused_with_those_there_are():
+    with pytest.raises(KVLensError, match=r"no 'keys'; it has b_kv, b_d, last_k, last_v, last_q"):
+        converted("rope after").stacked("keys")
 
 
 # --- arithmetic ---

@@ -45,7 +45,8 @@ from kvlens.conversion import (
     token_patches,
 )
 from kvlens.conversion.measured import recalled
-from kvlens.kv_bias import KVBias, VirtualKeys
+from kvlens.conversion.prompt_pass import moved_away
+from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, hooked_model
@@ -243,9 +244,8 @@ def ranks(settings: Settings) -> list[int | None]:
 def bos_alone(model: HookedKVTransformer, prompt: Tensor) -> KVBias:
     """The prompt left out, but its BOS at the same distance from the text as with the prompt in between."""
     bos = convert_prompt(model, prompt[:1])
-    assert isinstance(bos.features, VirtualKeys)
     further = len(prompt) - 1
-    return bos._made(None, position_offset=bos.position_offset + further, features=bos.features.further(further))
+    return moved_away(bos, further)._made(None, position_offset=bos.position_offset + further)
 
 
 # --- what the model does with it ---

@@ -26,7 +26,7 @@ from torch import Tensor
 from kvlens import zoo
 from kvlens.conversion import Landmark, RandomProjections, convert_prompt
 from kvlens.errors import KVLensError, nearest
-from kvlens.kv_bias import KVBias, RandomFeatures
+from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, hooked_model
@@ -184,8 +184,7 @@ def biases(
 
 def linearized(model: HookedKVTransformer, bias: KVBias) -> HookedKVTransformer:
     """A copy of the model with linear attention: every token has the random features that the prompt has in ``bias``."""
-    assert isinstance(bias.features, RandomFeatures)
-    draws = bias.features.projection
+    draws = bias.stacked("projection")
     changes: dict[str, Any] = dict(attention="linear", feature_map="random", n_random_features=draws.shape[-2])
     copy = HookedKVTransformer.from_hooked_transformer(model, **changes).eval().requires_grad_(False)
     for block, draw in zip(copy.blocks, draws, strict=True):

@@ -15,7 +15,6 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pandas as pd
@@ -34,7 +33,7 @@ from kvlens.conversion import (
     distill_prompt,
 )
 from kvlens.conversion.distillation import DistillationObjective
-from kvlens.kv_bias import KVBias, VirtualKeys
+from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
@@ -179,11 +178,9 @@ def _cost(bias: KVBias) -> dict[str, float]:
 
 def _window(exact: KVBias, r: int) -> KVBias:
     """The first keys and the last ones, ``r`` in all."""
-    assert isinstance(exact.features, VirtualKeys)
     n_keys, first = exact.d_phi, min(SINKS, r)
     kept = torch.cat([torch.arange(first), torch.arange(max(first, n_keys - (r - first)), n_keys)])
-    features = VirtualKeys(exact.features.keys[..., kept, :], exact.features.distance[..., kept])
-    return replace(exact, b_KV=exact.b_KV[..., kept, :], b_D=exact.b_D[..., kept], features=features)
+    return exact.map_layers(lambda layer: layer.of_attention(lambda keys: keys.some(kept)))
 
 
 def start_ways(settings: Settings) -> dict[tuple[str, int, int], str]:

@@ -456,18 +456,15 @@ def as_bias(model: HookedKVTransformer, layers: list[WeightedKeys], r: int) -> K
     """The keys as a bias with which a text starts at position 0; layers without keys have none."""
     cfg = model.cfg
     nothing = convert_prompt(model, torch.zeros(1, dtype=torch.long)).zero_like()  # no prompt: a shift state of zeros
-    empty = torch.zeros(cfg.n_kv_heads, r, cfg.d_head).to(nothing.b_KV)
+    like = nothing.attention[0]
+    empty = torch.zeros(cfg.n_kv_heads, r, cfg.d_head).to(like.b_kv)
     layers = [*layers, *[WeightedKeys(empty, empty[..., 0], empty)] * (cfg.n_layers - len(layers))]
-    keys, weights = torch.stack([each.keys for each in layers]), torch.stack([each.weights for each in layers])
-    return replace(
-        nothing,
-        b_KV=weights[..., None] * torch.stack([each.values for each in layers]),
-        b_D=weights,
-        n_prompt_tokens=r,
-        position_offset=0,
-        features=VirtualKeys(keys, torch.ones(keys.shape[:3], dtype=torch.long)),
-        log_scale=keys.new_zeros(keys.shape[:2]),
-    )
+    near = torch.ones(1, cfg.n_kv_heads, r, dtype=torch.long)
+    parts = [
+        replace(like, b_kv=(w[..., None] * values)[None], b_d=w[None], features=VirtualKeys(keys[None], near))
+        for keys, w, values in layers
+    ]
+    return replace(nothing.with_attention(parts), n_prompt_tokens=r, position_offset=0)
 
 
 # --- claims and figure ---

@@ -1,0 +1,221 @@
+"""What a prompt leaves in one layer: its parts, and the rows of its last tokens. A bias is a tuple of such layers.
+
+| part | of | read by |
+|---|---|---|
+| :class:`Keys` | softmax attention: keys, their values and weights | exp(score of a query and a key) |
+| :class:`Features` | softmax attention: sums over features that do not depend on the prompt | those features of a query |
+| :class:`State` | linear attention, and every recurrence: sums | the model's own features of a query |
+
+A layer that has attention beside a recurrence has two parts. The first axis of every tensor is ``batch``, of 1 for one prompt.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys
+
+P = TypeVar("P", bound="State")
+Change = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Sums over a prompt's tokens.
+
+    Attributes:
+        b_kv: of phi(k) v^T, of each query head; of a recurrence its state, of each value head.
+        b_d: of phi(k), zeros without a normalizer; None of a recurrence, which has none.
+    """
+
+    b_kv: Float[Tensor, "batch head d_phi d_head"]
+    b_d: Float[Tensor, "batch head d_phi"] | None
+
+    @property
+    def n_heads(self) -> int:
+        """How many rows b_kv and b_d have."""
+        return self.b_kv.shape[1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that have a row for each prompt, by name."""
+        return {"b_kv": self.b_kv} if self.b_d is None else {"b_kv": self.b_kv, "b_d": self.b_d}
+
+    def rows(self: P, change: Change) -> P:
+        """The part with ``change`` applied to every tensor that has a row for each prompt."""
+        return self.with_tensors({name: change(x) for name, x in self.tensors().items()})
+
+    def map(self: P, change: Change) -> P:
+        """The part with ``change`` applied to every tensor."""
+        return self.rows(change)
+
+    def with_tensors(self: P, tensors: Mapping[str, Tensor]) -> P:
+        """The part with tensors named as in :meth:`tensors`."""
+        return replace(self, **dict(tensors))  # type: ignore[arg-type]
+
+    def times(self: P, factor: float | Tensor) -> P:
+        """The part with b_kv and b_d times a number, or times one for each head, [head] or [batch, head]."""
+        by = factor if not isinstance(factor, Tensor) else factor.to(self.b_kv)[..., None]
+        b_kv = self.b_kv * (by if not isinstance(by, Tensor) else by[..., None])
+        return replace(self, b_kv=b_kv, b_d=None if self.b_d is None else self.b_d * by)
+
+    def per_query_head(self: P, n_heads: int) -> P:
+        """The part with a row of b_kv and b_d for every query head."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Features(State):
+    """Sums over features that come with the bias, for softmax attention; they stand for exp(log_scale) times themselves.
+
+    b_kv and b_d have a row for each key-value head, or for each query head, after heads were chosen.
+    """
+
+    b_d: Float[Tensor, "batch head d_phi"]
+    log_scale: Float[Tensor, "batch kv_head"]
+    features: SoftmaxFeatures
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Key-value heads."""
+        return self.log_scale.shape[1]
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**super().tensors(), "log_scale": self.log_scale}
+
+    def map(self: "P", change: Change) -> "P":
+        return replace(self.rows(change), features=self.features.map(change))  # type: ignore[call-arg,attr-defined]
+
+    def per_query_head(self: Any, n_heads: int) -> Any:
+        group = n_heads // self.n_heads
+        b_kv, b_d = (x.repeat_interleave(group, dim=1) for x in (self.b_kv, self.b_d))
+        return self if group == 1 else replace(self, b_kv=b_kv, b_d=b_d)
+
+
+@dataclass(frozen=True, eq=False)
+class Keys(Features):
+    """Keys for softmax attention, b_d their weights and b_kv their values times these."""
+
+    features: VirtualKeys
+
+    @property
+    def keys(self) -> Float[Tensor, "batch kv_head r d_key"]:
+        return self.features.keys
+
+    @property
+    def distance(self) -> Tensor:
+        """From each key to the first token of the text, [batch, kv_head, r]."""
+        return self.features.distance
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**super().tensors(), **self.features.tensors()}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Keys":
+        own = {name: x for name, x in tensors.items() if name not in ("keys", "distance")}
+        keys = VirtualKeys(tensors.get("keys", self.keys), tensors.get("distance", self.distance))
+        return replace(self, **own, features=keys)  # type: ignore[arg-type]
+
+    def map(self, change: Change) -> "Keys":
+        return self.rows(change)
+
+    def with_keys(self, change: Callable[[Tensor, int], Tensor]) -> "Keys":
+        """The part with ``change(tensor, axis)`` of every tensor that has an axis of keys."""
+        changed = {name: change(x, 2) for name, x in self.tensors().items() if name != "log_scale"}
+        return self.with_tensors(changed)
+
+    def some(self, keys: Tensor) -> "Keys":
+        """The keys of these numbers alone, of every head."""
+        return self.with_keys(lambda x, axis: x.index_select(axis, keys.to(x.device)))
+
+    def widened(self, r: int) -> "Keys":
+        """With keys of weight 0 behind the others, ``r`` in all."""
+        more = r - self.keys.shape[2]
+        if not more:
+            return self
+
+        def wider(name: str, x: Tensor) -> Tensor:
+            filler = x.new_full((*x.shape[:2], more, *x.shape[3:]), 1 if name == "distance" else 0)
+            return torch.cat([x, filler], dim=2)
+
+        return self.with_tensors({name: wider(name, x) for name, x in self.tensors().items() if name != "log_scale"})
+
+    def further(self, n_tokens: int | Tensor) -> "Keys":
+        """The keys ``n_tokens`` positions further away from the text."""
+        return replace(self, features=self.features.further(n_tokens))
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """What a prompt leaves in a layer; nothing in an MLP or experts alone.
+
+    Attributes:
+        parts: of its attention, then of its recurrence.
+        last: raw rows of the last tokens, oldest first: "k" and "v" [batch, window, kv_head, d_head] and "q" [batch, window,
+            head, d_head], no rows where not shifted, and the inputs "conv" [batch, rows, channel] of a short convolution.
+    """
+
+    parts: tuple[State, ...] = ()
+    last: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def attention(self) -> Any:
+        """The part of its attention: a :class:`State`, :class:`Features` or :class:`Keys`; None without."""
+        return next((part for part in self.parts if part.b_d is not None), None)
+
+    @property
+    def state(self) -> State | None:
+        """The part of its recurrence; None without."""
+        return next((part for part in self.parts if part.b_d is None), None)
+
+    def with_state_of(self, other: "Layer") -> "Layer":
+        """The layer with the part of the recurrence that another has."""
+        states = tuple(part for part in other.parts if part.b_d is None)
+        return replace(self, parts=(*(part for part in self.parts if part.b_d is not None), *states))
+
+    def each(self, change: Callable[[Any], State]) -> "Layer":
+        """The layer with ``change`` applied to every part."""
+        return replace(self, parts=tuple(map(change, self.parts)))
+
+    def of_attention(self, change: Callable[[Any], State]) -> "Layer":
+        """The layer with ``change`` applied to the part of its attention, if it has one."""
+        return self.each(lambda part: part if part.b_d is None else change(part))
+
+    def map(self, change: Change) -> "Layer":
+        """The layer with ``change`` applied to every tensor."""
+        return Layer(tuple(part.map(change) for part in self.parts), {name: change(x) for name, x in self.last.items()})
+
+    def rows(self, change: Change) -> "Layer":
+        """The layer with ``change`` applied to every tensor that has a row for each prompt."""
+        return Layer(tuple(part.rows(change) for part in self.parts), {name: change(x) for name, x in self.last.items()})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those that have a row for each prompt by the names that :meth:`kvlens.KVBias.stacked` takes."""
+        found = {} if self.attention is None else self.attention.tensors()
+        found |= {} if self.state is None else {"state": self.state.b_kv}
+        return found | {name if name == "conv" else f"last_{name}": x for name, x in self.last.items()}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Layer":
+        """The layer with tensors named as in :meth:`tensors`."""
+
+        def part_with(part: State) -> State:
+            if part.b_d is None:
+                return replace(part, b_kv=tensors.get("state", part.b_kv))
+            return part.with_tensors({name: x for name, x in tensors.items() if name in part.tensors()})
+
+        last = {name: tensors.get(name if name == "conv" else f"last_{name}", x) for name, x in self.last.items()}
+        return Layer(tuple(map(part_with, self.parts)), last)
+
+
+def padded(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors of several layers, stacked; smaller ones are filled up with zeros."""
+    shapes = [x.shape for x in tensors]
+    if len(set(shapes)) == 1:
+        return torch.stack(list(tensors))
+    largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    whole = tensors[0].new_zeros(len(tensors), *largest)
+    for layer, x in enumerate(tensors):
+        whole[layer][tuple(slice(n) for n in x.shape)] = x
+    return whole
