@@ -89,7 +89,8 @@ gain.round(2)
 # does not give `g` back.
 
 # %%
-errors = {name: float((back.b_KV - g.b_KV).norm() / g.b_KV.norm()) for name, back in {"f + g - f": f + g - f, "f + g - h": f + g - h}.items()}
+b_kv = g.stacked("b_kv")
+errors = {name: float((back.stacked("b_kv") - b_kv).norm() / b_kv.norm()) for name, back in {"f + g - f": f + g - f, "f + g - h": f + g - h}.items()}
 assert errors["f + g - f"] < 1e-6 and errors["f + g - h"] > 0.1
 assert abs(losses(f + g - f)["gizmo"] - losses(g)["gizmo"]) < 1e-4
 {name: f"relative error {error:.1e}" for name, error in errors.items()}
@@ -274,7 +275,7 @@ def top_four(bias):
 
 generator = torch.Generator().manual_seed(0)
 at_random = convert_prompt(model, torch.randint(5, model.cfg.d_vocab, (f.n_prompt_tokens,), generator=generator))
-sizes = torch.linalg.svdvals(torch.randn(100, *f.b_KV.shape[-2:], generator=generator)) ** 2
+sizes = torch.linalg.svdvals(torch.randn(100, f.d_phi, model.cfg.d_head, generator=generator)) ** 2
 shares = {"f": top_four(f), "random tokens": top_four(at_random), "random numbers": float((sizes[:, :4].sum(dim=1) / sizes.sum(dim=1)).median())}
 assert shares["f"] > 0.85 and shares["random tokens"] > shares["f"] and shares["random numbers"] < 0.5
 pd.Series(shares).round(2)

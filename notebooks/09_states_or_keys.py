@@ -76,14 +76,15 @@ def changed(story, sentence):
 
 def with_parts(bias, other, parts):
     """``bias`` with some parts of ``other``: ("state", layer), ("convolution", layer) or ("keys", layer)."""
-    states, conv = bias.recurrent.b_KV.clone(), bias.recurrent.conv.clone()
-    for row, layer in enumerate(bias.recurrent.layers):
-        if ("state", layer) in parts:
-            states[row] = other.recurrent.b_KV[row]
-        if ("convolution", layer) in parts:
-            conv[row] = other.recurrent.conv[row]
-    attention = other if ("keys", 1) in parts else bias
-    return replace(attention, recurrent=replace(bias.recurrent, b_KV=states, conv=conv))
+    layers = list(bias.layers)
+    for number, theirs in enumerate(other.layers):
+        if ("state", number) in parts:
+            layers[number] = layers[number].with_state_of(theirs)
+        if ("convolution", number) in parts:
+            layers[number] = replace(layers[number], last=theirs.last)
+        if ("keys", number) in parts:
+            layers[number] = theirs
+    return bias.with_layers(layers)
 
 
 questions = [story.questions[0] for story in stories]
@@ -229,8 +230,8 @@ targets = torch.tensor([model.to_single_token(" " + word) for word in new_words]
 
 def steered(factor):
     """The story's states and ``factor`` times the difference between the counterfactual's states and these."""
-    step = factor * (new_answers.recurrent.b_KV - original.recurrent.b_KV)
-    return replace(original, recurrent=replace(original.recurrent, b_KV=original.recurrent.b_KV + step))
+    moved = original + factor * (new_answers - original)
+    return original.with_layers([own.with_state_of(other) for own, other in zip(original.layers, moved.layers)])
 
 
 biases = {f"states, factor {factor}": steered(factor) for factor in (1, 3, 10)}

@@ -168,7 +168,7 @@ def test_a_chat_is_taken_wherever_a_prompt_is(attention):
     tokens = chat.tokens(model)
     expected = convert_prompt(model, tokens)
     for prompt in (chat, chat.messages):
-        assert torch.equal(convert_prompt(model, prompt).b_KV, expected.b_KV)
+        assert torch.equal(convert_prompt(model, prompt).stacked("b_kv"), expected.stacked("b_kv"))
     of_two = convert_prompt(model, [chat, "The widget"])
     assert of_two.n_prompt_tokens.tolist() == [len(tokens), len(model.to_tokens("The widget")[0])]
     assert counterfactuals(model, chat, [[]]).tokens[0].equal(tokens)

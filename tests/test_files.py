@@ -38,7 +38,6 @@ from kvlens.files import (
 )
 from kvlens.files.parquet import MARK, table_bytes
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
-from kvlens.kv_bias.fields import TENSORS
 from kvlens.kv_bias.storage import FORMAT, FORMAT_VERSION
 from kvlens.pretrained import read_tensors
 from kvlens.tokenizer import growth, read_tokenizer
@@ -155,7 +154,7 @@ def n_refused(read, *paths):
 
 
 def of_bias(bias):
-    raw = [getattr(bias, name).contiguous().view(torch.uint8).flatten().tolist() for name in TENSORS]
+    raw = {name: x.contiguous().view(torch.uint8).flatten().tolist() for name, x in bias.tensors().items()}
     return raw, bias.n_prompt_tokens, bias.position_offset, bias.fingerprint
 
 

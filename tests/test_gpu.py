@@ -163,9 +163,9 @@ def test_a_method_of_conversion_gives_the_same_bias(method, monkeypatch):
     models = on_both_devices("softmax", gain=3)
     tokens = [model.to_tokens(PROMPT).cpu() for model in models]
     here, there = (convert_prompt(model, x, method=method, verbose=False) for model, x in zip(models, tokens, strict=True))
-    assert there.b_KV.is_cuda
-    torch.testing.assert_close(there.b_KV.cpu(), here.b_KV, **ROUNDING)
-    torch.testing.assert_close(there.b_D.cpu(), here.b_D, **ROUNDING)
+    for name in ("b_kv", "b_d"):
+        assert there.stacked(name).is_cuda
+        torch.testing.assert_close(there.stacked(name).cpu(), here.stacked(name), **ROUNDING)
 
 
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
@@ -175,7 +175,7 @@ def test_a_bias_is_saved_there_loaded_here_and_added_and_attached_where_the_mode
     bias = convert_prompt(there, PROMPT)
     bias.save("bias.safetensors")
     loaded = KVBias.load("bias.safetensors")
-    assert bias.b_KV.is_cuda and not loaded.b_KV.is_cuda
+    assert bias.stacked("b_kv").is_cuda and not loaded.stacked("b_kv").is_cuda
     with here.kv_bias(loaded):
         expected = here(text)
     for one in (bias, loaded, bias + 0.5 * loaded.select(heads=[(0, 1)]) - 0.5 * bias.select(heads=[(0, 1)])):

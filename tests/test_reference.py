@@ -201,7 +201,8 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
             os._exit(0)
     os.waitpid(child, 0)
     result = json.loads(found.read_text(encoding="utf-8"))
-    assert (result["error"], result["stderr"]) == (None, "")
+    told = re.sub(r"\r[^\r\n]*", "", result["stderr"])  # bars are drawn where the machine is slow
+    assert (result["error"], told) == (None, "")
     assert 0 < len(result["shown"]) < LARGEST or "CircuitsVis" in result["shown"]
 
 

@@ -61,7 +61,7 @@ def hidden_from_text(model: KVModel, prompt: Int[Tensor, " pos"], units: Bool[Te
             left = {name: _without_rows(x, rows) for name, x in layer.tensors().items() if name in SHIFT_STATES}
             left |= {name: layer.tensors()[name] - x.to(whole.device, whole.dtype) for name, x in taken.items()}
             layers.append(layer.with_tensors(left))
-        yield whole.of_layers(layers, whole._edited("positions hidden"))
+        yield whole.with_layers(layers)
 
 
 def carriers(bias: KVBias, units: Bool[Tensor, "row pos"]) -> Bool[Tensor, "row pos"]:
@@ -183,7 +183,7 @@ class PositionExchange(Exchange):
             if layer in (ALL, i):
                 mixed |= _shift_states(own, other, shift_states)
             layers.append(held.with_tensors(mixed))
-        return whole.of_layers(layers, whole._edited("positions exchanged"))
+        return whole.with_layers(layers)
 
 
 def _shift_states(own: Layer, other: Layer, taken: Bool[Tensor, " row"]) -> dict[str, Tensor]:

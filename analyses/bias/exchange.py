@@ -71,7 +71,7 @@ def mean_of(biases: list[KVBias]) -> KVBias:
     """The mean of biases in the same features."""
     every = zip(*(bias.layers for bias in biases), strict=True)
     layers = [own[0].with_tensors(_mixed(lambda *of: torch.stack(of).mean(dim=0), *own)) for own in every]
-    return biases[0].of_layers(layers, biases[0].fit)
+    return biases[0].with_layers(layers)
 
 
 def _mixed(mix: Callable[..., Tensor], *layers: Layer) -> dict[str, Tensor]:
@@ -96,7 +96,7 @@ def in_one_space(*biases: KVBias) -> list[KVBias]:
     """
     if len(biases) == 1:
         return [biases[0].per_query_head()]
-    biases = tuple(bias.padded().per_query_head() for bias in biases)  # compact ones would each leave out the others' keys
+    biases = tuple(bias.per_query_head() for bias in biases)
     if biases[0].kind is None:
         return list(biases)
     return [_alone(biases, i) for i in range(len(biases))]
@@ -107,8 +107,8 @@ def _alone(biases: Sequence[KVBias], number: int) -> KVBias:
     own, weights = biases[number], [float(i == number) for i in range(len(biases))]
     sums = combine(*biases, weights=weights, shift_state="first")
     layers = [replace(layer.with_state_of(mine), last=mine.last) for layer, mine in zip(sums.layers, own.layers, strict=True)]
-    counts = dict(n_prompt_tokens=own.n_prompt_tokens, position_offset=own.position_offset)
-    return sums.of_layers(layers, sums.fit, **counts)
+    n, offset = own.n_prompt_tokens, own.position_offset
+    return replace(sums, layers=tuple(layers), record=sums.fit, n_prompt_tokens=n, position_offset=offset)
 
 
 def layers_with_convolution(bias: KVBias) -> tuple[int, ...]:
@@ -275,8 +275,7 @@ class HeadExchange(Exchange):
                 given = donors[name][:1] if donor is None else donors[name][donor.to(donors[name].device)]
                 mixed[name] = torch.where(taken, given, tensors[name])
             layers.append(layer.rows(lambda x: x.expand(len(chosen), *x.shape[1:])).with_tensors(mixed))
-        repeated = self.own.repeat(len(chosen))
-        return repeated.of_layers(layers, repeated._edited("parts exchanged"))
+        return self.own.repeat(len(chosen)).with_layers(layers)
 
     def logits(
         self,

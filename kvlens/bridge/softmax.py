@@ -30,7 +30,7 @@ from transformer_lens.model_bridge.generalized_components import MLAAttentionBri
 
 from kvlens.bridge.keywords import cache_among, with_cache
 from kvlens.bridge.native import NAME, NATIVE_POINTS, OWNER, VALUES_HOOK
-from kvlens.components import BucketedLayerBias, LayerBias, Normalizers, Remembered, is_hooked, layer_bias_of
+from kvlens.components import LayerBias, Normalizers, Remembered, is_hooked
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model.protocol import Form, HeadMatrices, Part, ReadPoint
 from kvlens.ops.softmax_attention import ScaledFeatures, ScaledMass, join_bias
@@ -89,7 +89,7 @@ class SoftmaxLayer(Part):
         self.is_native = hasattr(attn, VALUES_HOOK)
         self.keys = HookPoint()
         self.values: HookPoint = self.attn.hook_values if self.is_native else HookPoint()
-        self._given: OrderedDict[int, tuple[LayerBias | BucketedLayerBias, Tensor]] = OrderedDict()
+        self._given: OrderedDict[int, tuple[LayerBias, Tensor]] = OrderedDict()
         self._columns: BiasColumns | None = None
         for name in HOOKS:
             setattr(attn, name, HookPoint())
@@ -115,15 +115,16 @@ class SoftmaxLayer(Part):
     def forget(self, normalizers: Normalizers | None) -> None:
         """Drop what was remembered of a bias, before there is another or none; ``normalizers`` counts those under the next."""
         self.normalizers = normalizers
-        self._layer_bias: Remembered[LayerBias | BucketedLayerBias] = Remembered()
+        self._layer_bias: Remembered[LayerBias] = Remembered()
         self._columns_then: Remembered[BiasColumns] = Remembered()
 
     def join(self, whole: KVBias, positions: Int[Tensor, "#batch pos"]) -> list[RemovableHandle]:
         """Let the next pass, with tokens at ``positions`` of the text, read a bias. Remove the handles after it."""
         handle = RemovableHandle(self._given)
         device = positions.device
-        of_layer = partial(layer_bias_of, whole, self.layer, device)
-        self._given[handle.id] = self._layer_bias.of(of_layer, *whole.stored().values(), under=(whole, device)), positions
+        of_layer = partial(LayerBias.of, whole, self.layer, device)
+        tensors = whole.layers[self.layer].tensors().values()
+        self._given[handle.id] = self._layer_bias.of(of_layer, *tensors, under=(whole, device)), positions
         self.is_unread = True
         return [handle]
 
@@ -223,9 +224,7 @@ class SoftmaxLayer(Part):
         self.is_unread = False
         return k, torch.cat([v, values.to(v).expand(len(v), -1, -1, -1)], dim=2)
 
-    def _read(
-        self, bias: LayerBias | BucketedLayerBias, positions: Int[Tensor, "#batch pos"], hidden: Float[Tensor, "batch pos d"]
-    ) -> BiasColumns:
+    def _read(self, bias: LayerBias, positions: Int[Tensor, "#batch pos"], hidden: Float[Tensor, "batch pos d"]) -> BiasColumns:
         """What is read of a bias in this pass: as in the last one, where nothing is hooked and positions do not matter."""
         make, rule = partial(self._columns_of, bias, positions, hidden), self.rule
         differs = rule.needs_distance or rule.window is not None or is_hooked(*self._points)
@@ -236,12 +235,12 @@ class SoftmaxLayer(Part):
         return columns
 
     def _columns_of(
-        self, held: LayerBias | BucketedLayerBias, positions: Int[Tensor, "#batch pos"], hidden: Float[Tensor, "batch pos d"]
+        self, held: LayerBias, positions: Int[Tensor, "#batch pos"], hidden: Float[Tensor, "batch pos d"]
     ) -> BiasColumns:
-        """What is read of a bias, as hooks leave it; of a compact one, all heads as wide as the layer's widest."""
+        """What is read of a bias, as hooks leave it."""
         wide, n = torch.promote_types(hidden.dtype, torch.float32), self.sizes.n_kv_heads
         seen = held.through_hooks(self.attn, self.n_heads, hidden.device, wide)
-        bias, _ = seen.whole().in_window(self.rule, positions)
+        bias, _ = seen.in_window(self.rule, positions)
         assert bias.log_scale is not None
         if not isinstance(bias.features, VirtualKeys):
             return BiasColumns(bias, hidden.new_zeros(1, n, 0, self.sizes.d_key), None, hidden.new_zeros(1, 1, 1, 0))

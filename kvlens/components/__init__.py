@@ -24,12 +24,11 @@ from kvlens.components.block import KVBlock, OffsetPosEmbed, SinusoidalPosEmbed
 from kvlens.components.decode_cache import LinearCacheEntry, ShiftedCacheEntry, upgrade_cache
 from kvlens.components.feature_maps import FEATURE_MAPS, FeatureMap, per_head
 from kvlens.components.heads import counted_by, hidden_tokens_keep_positions, is_hooked
-from kvlens.components.layer_bias import BucketedLayerBias, LayerBias, Normalizers, Remembered, layer_bias_of
+from kvlens.components.layer_bias import LayerBias, Normalizers, Remembered
 from kvlens.components.softmax_attention import runs_fused
 
 __all__ = [
     "FEATURE_MAPS",
-    "BucketedLayerBias",
     "FeatureMap",
     "KVAttention",
     "KVBlock",
@@ -43,7 +42,6 @@ __all__ = [
     "counted_by",
     "hidden_tokens_keep_positions",
     "is_hooked",
-    "layer_bias_of",
     "per_head",
     "runs_fused",
     "upgrade_cache",

@@ -29,7 +29,7 @@ from kvlens.components.heads import (
     regularized,
     through,
 )
-from kvlens.components.layer_bias import BucketedLayerBias, LayerBias, Normalizers
+from kvlens.components.layer_bias import LayerBias, Normalizers
 from kvlens.components.linear_attention import LinearHeads
 from kvlens.components.softmax_attention import SoftmaxHeads
 from kvlens.errors import KVLensError
@@ -57,7 +57,7 @@ class KVAttention(Attention):
     """One key-value head per query head."""
 
     cfg: Any
-    layer_bias: LayerBias | BucketedLayerBias | None = None
+    layer_bias: LayerBias | None = None
     """The attached bias of this layer; set by ``HookedKVTransformer.attach_kv_bias``."""
     hook_k_augmented: HookPoint
     hook_v_augmented: HookPoint

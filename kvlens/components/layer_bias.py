@@ -1,7 +1,7 @@
 """One layer's part of a KV bias, and how its attention reads it."""
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -13,8 +13,7 @@ from transformer_lens.hook_points import HookPoint
 from kvlens.components.heads import is_hooked, through
 from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import KVBias, SoftmaxFeatures, VirtualKeys
-from kvlens.kv_bias.storage import KeyBuckets
-from kvlens.ops.softmax_attention import ExtraKeys, ScaledFeatures, SomeHeads
+from kvlens.ops.softmax_attention import ExtraKeys, ScaledFeatures
 from kvlens.ops.softmax_features import ScoreRule
 
 Computed = TypeVar("Computed")
@@ -106,57 +105,26 @@ class LayerBias(NamedTuple):
 
     @classmethod
     def of(cls, bias: KVBias, layer: int, device: torch.device) -> "LayerBias":
-        """Views of ``bias``, so that a bias in training is read with its current values; they are moved when read.
+        """The tensors of ``bias`` themselves, so that those in training are read as they are then; they are moved when read.
 
-        ``layer`` is an attention layer, numbered among all layers of the model.
+        ``layer`` is one with attention, numbered among all layers of the model.
         """
-        layer = bias.attention_layers.index(layer)
-        if bias.fingerprint.layers_differ:
-            bias, layer = bias.of_layer(layer), 0
-        offset = bias.position_offset
-        offset = offset.to(device) if isinstance(offset, Tensor) else offset
-
-        def here(tensor: Tensor) -> Tensor:
-            return tensor[layer] if bias.batch_size is not None else tensor[layer][None]
-
-        features = None if bias.features is None else bias.features.of_layer(layer)
-        log_scale = None if bias.log_scale is None else here(bias.log_scale)
-        b_kv, b_d, *last = map(here, (bias.b_KV, bias.b_D, bias.last_k, bias.last_v, bias.last_q))
-        return cls.made(b_kv, b_d, features, log_scale, last, offset)
-
-    @classmethod
-    def made(
-        cls,
-        b_kv: Tensor,
-        b_d: Tensor,
-        features: SoftmaxFeatures | None,
-        log_scale: Tensor | None,
-        last: Sequence[Tensor],
-        offset: int | Tensor,
-    ) -> "LayerBias":
-        """Of its tensors, with nothing remembered yet; ``last`` are the last keys, values and queries."""
-        last_k, last_v, last_q = last
-        return cls(b_kv, b_d, last_k, last_v, last_q, offset, features, log_scale, Remembered(), Remembered())
+        held, offset = bias.layers[layer], bias.position_offset
+        offset, part = offset.to(device) if isinstance(offset, Tensor) else offset, held.attention
+        features, log_scale = (getattr(part, name, None) for name in ("features", "log_scale"))
+        last_k, last_v, last_q = (held.last[x] for x in "kvq")
+        return cls(part.b_kv, part.b_d, last_k, last_v, last_q, offset, features, log_scale, Remembered(), Remembered())
 
     @property
     def n_prompts(self) -> int:
         """The size of the axis ``batch``."""
         return len(self.b_kv)
 
-    @property
-    def parts(self) -> tuple[tuple[None, "LayerBias"], ...]:
-        """All heads in one; what a :class:`BucketedLayerBias` has several of."""
-        return ((None, self),)
-
     def of_keys(self) -> tuple[Tensor, ...]:
         """The tensors of virtual keys, their values and weights; none of other features."""
         if self.log_scale is None or not isinstance(self.features, VirtualKeys):
             return ()
         return self.b_kv, self.b_d, self.log_scale, self.features.keys, self.features.distance
-
-    def whole(self, as_wide: bool = False) -> "LayerBias":
-        """This one, of which all heads are equally wide."""
-        return self
 
     def extra_keys(self, dtype: torch.dtype) -> ExtraKeys | None:
         """Virtual keys in ``dtype``, as additional keys of a softmax; None where it cannot express their weights."""
@@ -307,79 +275,3 @@ def _grouped_where_equal(n_kv_heads: int, *rows: Tensor) -> tuple[Tensor, ...]:
     if not all(torch.equal(b, b[:, :, :1].expand_as(b)) for b in groups):
         return rows
     return tuple(b[:, :, 0] for b in groups)
-
-
-class BucketedLayerBias(NamedTuple):
-    """One layer's part of a compact KV bias, whose buckets HookedKVTransformer reads in turn; otherwise as :class:`LayerBias`.
-
-    Attributes:
-        parts: the key-value heads of each bucket, and their part of the bias: views of its rows.
-        last_k, last_v, last_q, position_offset: as in :class:`LayerBias`.
-        bias: the whole bias; as soon as somebody asked for its padded tensors, it holds those, and no ``buckets`` any longer.
-        layer: an attention layer, counted among these.
-    """
-
-    parts: tuple[tuple[SomeHeads, LayerBias], ...]
-    last_k: Float[Tensor, "batch window_k kv_head d_head"]
-    last_v: Float[Tensor, "batch window_v kv_head d_head"]
-    last_q: Float[Tensor, "batch window_q head d_head"]
-    position_offset: int | Int[Tensor, " batch"]
-    bias: KVBias
-    buckets: KeyBuckets
-    layer: int
-    device: torch.device
-
-    @property
-    def n_prompts(self) -> int:
-        """The size of the axis ``batch``."""
-        return self.bias.batch_size or 1
-
-    @classmethod
-    def of(cls, bias: KVBias, buckets: KeyBuckets, layer: int, device: torch.device) -> "BucketedLayerBias":
-        """Of one layer among all layers of the model."""
-        number = bias.attention_layers.index(layer)
-        assert bias.log_scale is not None
-        single, offset = bias.batch_size is None, bias.position_offset
-        log_scale, *last = (
-            x[number][None] if single else x[number] for x in (bias.log_scale, bias.last_k, bias.last_v, bias.last_q)
-        )
-        offset = offset.to(device) if isinstance(offset, Tensor) else offset
-        parts = []
-        for bucket in buckets.layers[number]:
-            b_kv, b_d, keys, distance = (buckets.block(name, bucket) for name in buckets.rows)
-            if single:
-                b_kv, b_d, keys, distance = (x[None] for x in (b_kv, b_d, keys, distance))
-            of_heads = log_scale[:, list(bucket.heads)]
-            part = LayerBias.made(b_kv, b_d, VirtualKeys(keys, distance), of_heads, last, offset)
-            parts.append((SomeHeads.of(bucket.heads, device), part))
-        last_k, last_v, last_q = last
-        return cls(tuple(parts), last_k, last_v, last_q, offset, bias, buckets, number, device)
-
-    def through_hooks(
-        self, points: Any, n_heads: int, device: torch.device, dtype: torch.dtype
-    ) -> "LayerBias | BucketedLayerBias":
-        """As :meth:`LayerBias.through_hooks`; hooks see all heads as wide as in ``bias.b_KV``."""
-        if self.bias._buckets is not self.buckets:
-            return LayerBias.of(self.bias, self.bias.attention_layers[self.layer], self.device).through_hooks(
-                points, n_heads, device, dtype
-            )
-        if is_hooked(points.hook_b_kv, points.hook_b_d, points.hook_b_keys):
-            return self.whole(as_wide=True).through_hooks(points, n_heads, device, dtype)
-        parts = ((heads, part.unhooked_in(device, dtype)) for heads, part in self.parts)
-        return self._replace(parts=tuple(parts), device=device)
-
-    def of_keys(self) -> tuple[Tensor, ...]:
-        """The tensors that the bias holds now."""
-        return tuple(self.bias.stored().values())
-
-    def whole(self, as_wide: bool = False) -> LayerBias:
-        """All heads as wide as the layer's widest; with ``as_wide`` as in ``bias.b_KV``."""
-        layer = self.bias._layer_of_buckets(self.layer, narrow=not as_wide)
-        wide = self.parts[0][1].b_d.dtype
-        return LayerBias.of(layer, 0, self.device).unhooked_in(self.device, wide)
-
-
-def layer_bias_of(bias: KVBias, layer: int, device: torch.device) -> LayerBias | BucketedLayerBias:
-    """One layer's part of a bias, numbered among all layers of the model, as a model holds it."""
-    buckets = bias._buckets
-    return LayerBias.of(bias, layer, device) if buckets is None else BucketedLayerBias.of(bias, buckets, layer, device)

@@ -10,7 +10,6 @@ is the normalizer's logarithm, and fires only with a bias; ``hook_phi_q`` is the
 is about 1 (their true size may overflow).
 """
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValue
 from transformer_lens.utilities import get_offset_position_ids
 
 from kvlens.components.heads import HeadOutputs, Heads, NewTokens, is_hooked, read_values, through
-from kvlens.components.layer_bias import BucketedLayerBias, LayerBias
+from kvlens.components.layer_bias import LayerBias
 from kvlens.kv_bias import VirtualKeys
 from kvlens.ops.attention_variants import ridge_attention
 from kvlens.ops.rotary import rotate
@@ -27,13 +26,11 @@ from kvlens.ops.softmax_attention import (
     ExtraKeys,
     JoinedBias,
     ScaledMass,
-    SomeHeads,
     attend_with_extra_keys,
     fused_softmax_attention,
     join_bias,
     last_with_extra_keys,
     merge_extra_keys,
-    read_by_buckets,
     visible_keys,
 )
 from kvlens.ops.softmax_features import distance_scores
@@ -91,7 +88,7 @@ class SoftmaxHeads(Heads):
             wide = torch.promote_types(q.dtype, torch.float32)
             bias = attn.layer_bias.through_hooks(attn, q.shape[2], q.device, wide)
         extra = self._extra_keys(bias) if self.fused and bias is not None else None
-        gradient = extra is not None and _wants_gradient(q, k, v, *(x for _, own in extra for x in own[:3]))
+        gradient = extra is not None and _wants_gradient(q, k, v, *extra[:3])
         if gradient and not self._scores_are_plain():
             extra = None
         if extra is not None:
@@ -100,12 +97,9 @@ class SoftmaxHeads(Heads):
             if gradient:
                 causal = self.cfg.attention_dir == "causal"
                 visible = visible_keys(q.shape[1], k.shape[1], causal, window=attn.window, device=q.device)
-                attend = partial(attend_with_extra_keys, scale=scale, visible=visible)
-                return HeadOutputs(read_by_buckets(attend, extra, k.shape[2], q, k, v))
+                return HeadOutputs(attend_with_extra_keys(q, k, v, extra, scale, visible))
             if self._is_one_step(extra):
                 return HeadOutputs(last_with_extra_keys(q, k, v, extra, scale))
-        elif bias is not None:
-            bias = bias.whole(as_wide=is_hooked(attn.hook_phi_q))
         needs_normalizer = bias is not None or self.cfg.use_attention_sinks
         if not self.fused or (needs_normalizer and _wants_gradient(q, k, v)):
             return self._by_steps(bias)
@@ -115,7 +109,7 @@ class SoftmaxHeads(Heads):
         if log_n is None or bias is None:
             return HeadOutputs(z)
         if extra is not None:
-            return HeadOutputs(read_by_buckets(partial(merge_extra_keys, scale=scale), extra, k.shape[2], z, log_n, q))
+            return HeadOutputs(merge_extra_keys(z, log_n, q, extra, scale))
         joined = self._joined(z.to(log_n.dtype), ScaledMass.of_log(log_n), bias)
         return HeadOutputs(joined.z_context, joined.z_bias)
 
@@ -130,38 +124,28 @@ class SoftmaxHeads(Heads):
         scale, window = self.attn.attn_scale, self.attn.window
         return fused_softmax_attention(self.q, self.k, self.v, scale, causal, padding, window, score_bias, log_normalizer)
 
-    def _extra_keys(self, bias: LayerBias | BucketedLayerBias) -> list[tuple[SomeHeads | None, ExtraKeys]] | None:
-        """The attached virtual keys, in buckets of heads, as additional keys of the text's own softmax; None where that cannot
-        express them, or an intermediate tensor is hooked."""
-        attn, n_kv_heads, found = self.attn, self.k.shape[2], []
+    def _extra_keys(self, bias: LayerBias) -> ExtraKeys | None:
+        """The attached virtual keys as additional keys of the text's own softmax; None where that cannot express them, or an
+        intermediate tensor is hooked."""
+        attn, n_kv_heads = self.attn, self.k.shape[2]
         if is_hooked(attn.hook_phi_q, attn.hook_normalizer, attn.hook_z_context, attn.hook_z_bias):
             return None
-        rule = attn.score_rule()
-        for heads, part in bias.parts:
-            if part.log_scale is None or not isinstance(part.features, VirtualKeys):
-                return None
-            n = n_kv_heads if heads is None else heads.n
-            if not part.b_kv.shape[1] == part.features.keys.shape[1] == n:  # query heads that share keys read different things
-                return None
-            extra = part.extra_keys(self.q.dtype)
-            if extra is None:
-                return None
-            if rule.needs_distance:
-                slopes = rule.slopes
-                if slopes is not None and heads is not None:
-                    slopes = heads.among(slopes[None, None], n_kv_heads)[0, 0]
-                distance, n_heads = part.features.distance.to(self.q.device), self.q.shape[2] // n_kv_heads * n
-                by_distance = distance_scores(rule._replace(slopes=slopes), distance, self._query_positions(), n_heads)
-                extra = extra._replace(by_distance=by_distance)
-            found.append((heads, extra))
-        return found
+        if bias.log_scale is None or not isinstance(bias.features, VirtualKeys):
+            return None
+        if not bias.b_kv.shape[1] == bias.features.keys.shape[1] == n_kv_heads:  # a group's query heads read different things
+            return None
+        extra, rule = bias.extra_keys(self.q.dtype), attn.score_rule()
+        if extra is None or not rule.needs_distance:
+            return extra
+        distance = bias.features.distance.to(self.q.device)
+        return extra._replace(by_distance=distance_scores(rule, distance, self._query_positions(), self.q.shape[2]))
 
-    def _is_one_step(self, buckets: list[tuple[SomeHeads | None, ExtraKeys]]) -> bool:
+    def _is_one_step(self, extra: ExtraKeys) -> bool:
         """Whether a single query is read with so few virtual keys that a copy of them takes less time than a second kernel."""
-        n_keys = sum(extra.log_weights[0].numel() for _, extra in buckets) // self.k.shape[2]
-        if self.q.shape[1] != 1 or len(self.q) * n_keys > FEW_KEYS or not self._scores_are_plain():
+        n_keys = len(self.q) * extra.log_weights.shape[-1]
+        if self.q.shape[1] != 1 or n_keys > FEW_KEYS or not self._scores_are_plain():
             return False
-        return all(extra.by_distance is None and self.q.dtype == extra.log_weights.dtype for _, extra in buckets)
+        return extra.by_distance is None and self.q.dtype == extra.log_weights.dtype
 
     def _scores_are_plain(self) -> bool:
         """Whether scores are q.k / scale with at most a window, the only kind that the form with gradients supports."""

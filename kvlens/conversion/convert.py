@@ -158,7 +158,7 @@ def convert_prompt(
         stack.enter_context(torch.set_grad_enabled(not detach and torch.is_grad_enabled()))
         if initial is not None:
             stack.enter_context(model.kv_bias(initial))
-        old = None if model.attached_kv_bias is None else model.attached_kv_bias.padded()
+        old = model.attached_kv_bias
         fingerprint = model.fingerprint() if initial is None else initial.fingerprint  # attaching `initial` compared it
         if old is not None:
             old.fingerprint.check(fingerprint, "convert_prompt: the bias to continue from no longer fits")
@@ -180,7 +180,7 @@ def convert_prompt(
         changed = bool(len(without) or replace or fwd_hooks or isinstance(prompt, Counterfactuals))
         if isinstance(way, Approximation) and way.n_held_out and old is None and not changed:
             bias = _with_recall(model, prompt, tokens, whole, bias)
-        bias = bias if bias.fit is None else bias.compact()
+        bias = bias if bias.fit is None else bias.narrowed()
         if is_softmax and on_progress is not None:
             on_progress(1.0)
     return bias
@@ -352,12 +352,12 @@ def _approximated(teacher: Teacher, dtype: torch.dtype) -> KVBias:
 def _on_top_of(old: KVBias, new: KVBias) -> KVBias:
     """``new`` after ``old``. The errors of ``new``, measured after ``old``, are those of both together if ``old`` is exact."""
     if old.fit is None:
-        return continued(old, new)._made(new.fit)
+        return dataclasses.replace(continued(old, new), record=new.fit)
     before = as_batch(old, new.n_rows).fit
     kept = "every key kept" if new.fit is None else "fitted"
     longest = int(torch.as_tensor(new.n_prompt_tokens).max())
     step = f"continued with another prompt of {longest} tokens, {kept}"
-    return continued(old, new)._made(of_sum([before, new.fit], step))
+    return dataclasses.replace(continued(old, new), record=of_sum([before, new.fit], step))
 
 
 def _check_finite(model: KVModel, bias: KVBias) -> None:
@@ -378,7 +378,7 @@ def _with_recall(model: KVModel, prompt: Any, tokens: PromptBatch, whole: KVBias
     layout = prompt.layout(model) if isinstance(prompt, Chat) else layout_of_tokens(model, tokens.tokens[0])
     found = recalled(model, layout, whole.select_prompt(0), bias)
     seconds = {**fit.seconds, "recall": time.perf_counter() - began}
-    return bias if found is None else bias._made(dataclasses.replace(fit, recall=found, seconds=seconds))
+    return bias if found is None else dataclasses.replace(bias, record=dataclasses.replace(fit, recall=found, seconds=seconds))
 
 
 @checked

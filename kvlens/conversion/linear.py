@@ -30,6 +30,7 @@ from kvlens.conversion.prompt import PromptBatch
 from kvlens.conversion.prompt_pass import moved_away
 from kvlens.errors import KVLensError, brief
 from kvlens.kv_bias import LAST_POSITION, Fingerprint, KVBias, Layer, State
+from kvlens.kv_bias.fields import COUNTS
 from kvlens.kv_bias.fit import since
 from kvlens.model import HookedKVTransformer
 from kvlens.model.streaming import has_hooks, segments, wants_gradients
@@ -52,7 +53,7 @@ def convert_linear_prompt(
     before = (0, 0) if old is None else (old.to(device).n_prompt_tokens, old.to(device).position_offset)
     offset = 0 if cfg.rotates_after else n_positions + before[1]
     layers = [layer.map(lambda x: x.to(device)) for layer in layers]
-    return KVBias.from_layers(layers, lengths + before[0], offset, fingerprint)
+    return KVBias(tuple(layers), lengths + before[0], offset, fingerprint, record=None)
 
 
 def _states_after(
@@ -118,13 +119,13 @@ def carry_bias(model: HookedKVTransformer, bias: KVBias, n_tokens: int | Int[Ten
     else:
         ensure("carry_bias: n_tokens", Annotated[int, Within(0, LAST_POSITION)], n_tokens)
     bias.fingerprint.check(model.fingerprint(), "carry_bias")
-    after = {"n_prompt_tokens": bias.n_prompt_tokens + n_tokens, "position_offset": bias.position_offset + n_tokens}
+    counts = {name: getattr(bias, name) + n_tokens for name in COUNTS}
     if bias.kind is None:
         parts = [_carried(block.attn, part, n_tokens) for block, part in zip(model.blocks, bias.attention, strict=True)]
-        after |= {"position_offset": 0} if model.cfg.rotates_after else {}
-        return bias.with_attention(parts)._made(None, **after)
+        counts |= {"position_offset": 0} if model.cfg.rotates_after else {}
+        return replace(bias.with_attention(parts), record=None, **counts)
     moved = moved_away(bias, n_tokens) if bias.kind == "virtual_keys" else bias
-    return moved._made(since(bias.fit, f"carried over {n_tokens} tokens") if n_tokens else bias.fit, **after)
+    return replace(moved, record=since(bias.fit, f"carried over {n_tokens} tokens") if n_tokens else bias.fit, **counts)
 
 
 def _carried(attn: KVAttention, part: State, n_tokens: int | Tensor) -> State:

@@ -52,7 +52,7 @@ def without_prompt(model: ReadsPrompts, prompt: PromptBatch, exact: ConvertedExa
         first = layer.of_attention(lambda keys: keys.some(torch.tensor([0])).times(float(keeps_bos)))
         return replace(first.with_state_of(before), last=before.last)
 
-    left = bias.of_layers(list(map(rest, bias.layers, before)), None)
+    left = bias.with_layers(list(map(rest, bias.layers, before)))
     if old is not None:
         return Without(continued(old, left), "what was converted before")
     return Without(left, "the prompt's BOS" if keeps_bos else "nothing")

@@ -71,7 +71,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -203,7 +203,7 @@ class Teacher:
             mass_error=torch.stack([mass for _, mass in errors]),
             answers=answers,
         )
-        return stored._made(record)
+        return replace(stored, record=record)
 
     def _answers(self, bias: KVBias) -> AnswerErrors | None:
         if not self.method.n_held_out:

@@ -141,12 +141,13 @@ def continued(old: KVBias | None, new: KVBias) -> KVBias:
         old = moved_away(old, new.position_offset - old.position_offset)
     both = KVBias.combine(old, new, shift_state="last")
     layers = [layer.with_state_of(own) for layer, own in zip(both.layers, new.layers, strict=True)]
-    return both.of_layers(layers, both.fit)
+    return replace(both, layers=tuple(layers), record=both.fit)
 
 
 def moved_away(bias: KVBias, n_tokens: int | Int[Tensor, " batch"]) -> KVBias:
     """The bias with its keys so many positions further away from the text."""
-    return bias.of_layers([layer.of_attention(lambda keys: keys.further(n_tokens)) for layer in bias.layers], bias.fit)
+    layers = tuple(layer.of_attention(lambda keys: keys.further(n_tokens)) for layer in bias.layers)
+    return replace(bias, layers=layers, record=bias.fit)
 
 
 def as_batch(bias: KVBias, batch: int) -> KVBias:

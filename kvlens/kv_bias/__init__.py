@@ -18,7 +18,7 @@ What to know before relying on one:
 """
 
 from kvlens.kv_bias.features import EluFeatures, LearnedFeatures, RandomFeatures, SoftmaxFeatures, TaylorFeatures, VirtualKeys
-from kvlens.kv_bias.fields import LAST_POSITION, NO_STATES, Fingerprint, RecurrentStates
+from kvlens.kv_bias.fields import LAST_POSITION, Fingerprint
 from kvlens.kv_bias.fit import AnswerErrors, BiasFit, Recall
 from kvlens.kv_bias.kv_bias import KVBias
 from kvlens.kv_bias.layers import Features, Keys, Layer, State
@@ -27,7 +27,6 @@ combine = KVBias.combine
 
 __all__ = [
     "LAST_POSITION",
-    "NO_STATES",
     "AnswerErrors",
     "BiasFit",
     "EluFeatures",
@@ -39,7 +38,6 @@ __all__ = [
     "LearnedFeatures",
     "RandomFeatures",
     "Recall",
-    "RecurrentStates",
     "SoftmaxFeatures",
     "State",
     "TaylorFeatures",

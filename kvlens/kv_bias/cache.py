@@ -21,8 +21,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import eager_mask
 
 from kvlens.errors import KVLensError
-from kvlens.kv_bias.features import VirtualKeys
-from kvlens.kv_bias.storage import used_keys
+from kvlens.kv_bias.layers import Keys
 from kvlens.ops.softmax_attention import ExtraKeys
 
 ATTENTION = "kvlens"
@@ -34,26 +33,27 @@ FURTHEST, PART = 2**15 - 1, 2**7
 def cache_of(bias: Any) -> DynamicCache:
     """See :meth:`kvlens.KVBias.to_cache`."""
     _refuse_what_no_cache_holds(bias)
-    layers = [bias.of_layer(layer) for layer in range(len(bias.attention_layers))]
-    cache = DynamicCache()
-    if all(map(_is_a_prompts_own, layers)):
-        for layer, held in enumerate(layers):
-            cache.update(_as_batch(held, held.features.keys), _as_batch(held, held.b_KV), layer)
+    n_positions, cache = int(torch.as_tensor(bias.position_offset).flatten()[0]), DynamicCache()
+    if all(_is_a_prompts_own(part, n_positions) for part in bias.attention):
+        for layer, part in enumerate(bias.attention):
+            cache.update(part.keys, part.b_kv, layer)
     else:
-        cache.layers = [_weighted(held) for held in layers]
+        if bias.fingerprint.positional_embedding_type == "alibi":
+            raise KVLensError("to_cache: in a model with ALiBi only a bias that keeps every key of its prompt can be a cache")
+        cache.layers = [_weighted(part, n_positions) for part in bias.attention]
     return cache
 
 
 def _refuse_what_no_cache_holds(bias: Any) -> None:
     """Raise KVLensError with the reason where Transformers' cache cannot hold a bias."""
-    f, bias = bias.fingerprint, bias.padded()
-    virtual = isinstance(bias.features, VirtualKeys)
-    by_query_head = bias.b_KV.shape[-3] != f.n_kv_heads and not f.layers_differ
+    f, virtual = bias.fingerprint, bias.kind == "virtual_keys"
+    recurrent = any(layer.state is not None for layer in bias.layers)
+    by_query_head = virtual and any(part.n_heads != part.n_kv_heads for part in bias.attention)
     offsets = torch.as_tensor(bias.position_offset)
     changed = "value_biases_folded True", '"weights_processed": true'
     reasons = [
         (f.attention == "linear", "a model with linear attention has no keys to cache: attach the bias to it"),
-        (bool(bias.recurrent.layers), "it holds states of recurrent layers; attach the bias to the model in kvlens"),
+        (recurrent, "it holds states of recurrent layers; attach the bias to the model in kvlens"),
         (not virtual, "its features are no keys; convert with a method that keeps or fits keys, such as landmark"),
         (f.d_key is not None, "the cache of latent attention holds no keys, but what they are computed from"),
         (f.kv_shift != "none", "no model of Transformers shifts keys and values; attach the bias to the model"),
@@ -76,39 +76,28 @@ def _refuse_what_no_cache_holds(bias: Any) -> None:
             raise KVLensError(f"to_cache: this bias cannot be a cache of Transformers: {reason}")
 
 
-def _as_batch(held: Any, tensor: Tensor) -> Tensor:
-    """The tensor of the one layer in ``held``, with a batch axis."""
-    return tensor[0] if held.batch_size is not None else tensor
-
-
-def _is_a_prompts_own(held: Any) -> bool:
+def _is_a_prompts_own(part: Keys, n_positions: int) -> bool:
     """Whether the keys of a layer are those of all tokens before the text, in order and with weight 1."""
-    distance = held.features.distance
-    in_order = torch.arange(held.d_phi, 0, -1, device=distance.device)
-    whole = held.d_phi == int(torch.as_tensor(held.position_offset).flatten()[0])
-    return whole and bool((held.b_D == 1).all()) and not bool(held.log_scale.any()) and bool((distance == in_order).all())
+    distance = part.distance
+    in_order = torch.arange(distance.shape[2], 0, -1, device=distance.device)
+    whole = distance.shape[2] == n_positions
+    return whole and bool((part.b_d == 1).all()) and not bool(part.log_scale.any()) and bool((distance == in_order).all())
 
 
-def _weighted(held: Any) -> "BiasLayer":
+def _weighted(part: Keys, n_positions: int) -> "BiasLayer":
     """The cache of one layer, whose keys carry their weights."""
-    if held.fingerprint.positional_embedding_type == "alibi":
-        raise KVLensError("to_cache: in a model with ALiBi only a bias that keeps every key of its prompt can be a cache")
-    keys, b_kv, b_d, log_scale, distance = (
-        _as_batch(held, x) for x in (held.features.keys, held.b_KV, held.b_D, held.log_scale, held.features.distance)
-    )
-    wide = torch.promote_types(b_d.dtype, torch.float32)
-    extra = ExtraKeys.of(keys, b_kv.to(wide), b_d.to(wide), log_scale.to(wide))
+    keys, distance, wide = part.keys, part.distance, torch.promote_types(part.b_d.dtype, torch.float32)
+    extra = ExtraKeys.of(keys, part.b_kv.to(wide), part.b_d.to(wide), part.log_scale.to(wide))
     if extra is None:
         raise KVLensError(
             "to_cache: this bias cannot be a cache of Transformers: some of its keys have a negative weight, or a value "
             "without a weight, which a softmax cannot express; attach the bias to the model in kvlens"
         )
-    used = used_keys(b_kv[None], b_d[None], keys.shape[1])[0]
-    order = distance.masked_fill(~used, FURTHEST).argsort(dim=-1, descending=True, stable=True)  # as masks of windows expect
+    order = distance.masked_fill(~part.used, FURTHEST).argsort(dim=-1, descending=True, stable=True)  # as windows expect
     log_weights, distance = (x.gather(-1, order) for x in (extra.log_weights, distance))
     keys, values = (x.gather(-2, order[..., None].expand_as(x)) for x in (keys, extra.values))
     columns = _columns(log_weights, distance).to(keys)
-    return BiasLayer(torch.cat([keys, columns], dim=-1), values.to(keys), int(torch.as_tensor(held.position_offset).max()))
+    return BiasLayer(torch.cat([keys, columns], dim=-1), values.to(keys), n_positions)
 
 
 def _columns(

@@ -88,4 +88,4 @@ def exact_bias(reading: PromptReading, prompt: PromptBatch, old: KVBias | None, 
     for layer, (state, conv) in reading.recurrent.items():
         layers[layer] = Layer((*layers[layer].parts, State(state, None)), {**layers[layer].last, "conv": conv})
     offset = prompt.n_positions() + (0 if old is None else old.position_offset)
-    return KVBias.from_layers(layers, prompt.lengths(), offset, fingerprint)
+    return KVBias(tuple(layers), prompt.lengths(), offset, fingerprint, record=None)

@@ -1,6 +1,6 @@
 """The features phi of a softmax model's bias, stored with b_KV and b_D because a softmax model has none of its own.
 
-A linear model has its own features, so its biases store none (``bias.features`` is None). For softmax (ICLCA sec. 5):
+A linear model has its own features, so its biases store none (``bias.kind`` is None). For softmax (ICLCA sec. 5):
 
 | class | phi_r(q) | depends on the prompt |
 |---|---|---|
@@ -43,7 +43,7 @@ LogFeatures = Float[Tensor, "batch pos head d_phi"]
 
 @dataclass(frozen=True, eq=False)
 class SoftmaxFeatures(ABC):
-    """One kind of features, for every layer and key-value head; :meth:`of_layer` gives those of a layer, which are read."""
+    """One kind of features, for every key-value head of a layer."""
 
     kind: ClassVar[str]
     per_prompt: ClassVar[bool] = False
@@ -52,10 +52,6 @@ class SoftmaxFeatures(ABC):
     def tensors(self) -> dict[str, Tensor]:
         """The stored tensors by name."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    def made_of(self: F, tensors: dict[str, Tensor]) -> F:
-        """Features of this kind of other tensors."""
-        return replace(self, **tensors)  # type: ignore[arg-type]
 
     def map(self: F, change: Callable[[Tensor], Tensor]) -> F:
         """The same features with ``change`` applied to every tensor."""
@@ -66,11 +62,6 @@ class SoftmaxFeatures(ABC):
     @abstractmethod
     def n_features(self) -> int:
         """r: features per head."""
-
-    def of_layer(self: F, layer: int) -> F:
-        """Those of one layer, without the axis of layers. If they depend on the prompt, the first axis is the batch, of one for
-        a single prompt."""
-        return self.map(lambda x: x[layer])
 
     @abstractmethod
     def of_queries(
@@ -103,13 +94,12 @@ class SoftmaxFeatures(ABC):
         stored = log_scale.to(q).repeat_interleave(heads // log_scale.shape[1], dim=1)
         return ScaledFeatures(phi.features, phi.log_scale + stored[:, None])
 
-    def check(self, lead: tuple[int, ...], n_kv_heads: int, d_key: int) -> None:
-        """Raise KVLensError unless the tensors belong to a bias with leading axes ``lead`` (layers, and prompts if a batch), of
-        a model whose keys have ``d_key`` dimensions."""
-        lead = lead if self.per_prompt else lead[:1]
+    def check(self, n_kv_heads: int, d_key: int) -> None:
+        """Raise KVLensError unless the tensors, which have no axis of prompts, are of a layer whose keys have ``d_key``
+        dimensions."""
         for name, tensor in self.tensors().items():
-            shape = (*lead, n_kv_heads, self.n_features, d_key)[: tensor.dim()]
-            if tensor.dim() < len(lead) + 2 or tuple(tensor.shape) != shape:
+            shape = (n_kv_heads, self.n_features, d_key)[: tensor.dim()]
+            if tensor.dim() < 2 or tuple(tensor.shape) != shape:
                 raise KVLensError(f"KVBias: features.{name} must be {list(shape)}, got {list(tensor.shape)}")
 
 
@@ -136,18 +126,14 @@ class VirtualKeys(PositiveFeatures):
         distance: from each key to the first token of the text, at least 1; it matters with ALiBi and in local layers.
     """
 
-    keys: Float[Tensor, "*layer_and_batch kv_head r d_key"]
-    distance: Int[Tensor, "*layer_and_batch kv_head r"]
+    keys: Float[Tensor, "batch kv_head r d_key"]
+    distance: Int[Tensor, "batch kv_head r"]
     kind: ClassVar[str] = "virtual_keys"
     per_prompt: ClassVar[bool] = True
 
     @property
     def n_features(self) -> int:
         return self.keys.shape[-2]
-
-    def of_layer(self, layer: int) -> "VirtualKeys":
-        keys, distance = self.keys[layer], self.distance[layer]
-        return VirtualKeys(keys, distance) if keys.dim() == 4 else VirtualKeys(keys[None], distance[None])
 
     def log_features(self, q: QueryVectors, rule: ScoreRule, positions: QueryPositions | None) -> LogFeatures:
         return virtual_key_scores(q, self.keys.to(q), rule, self.distance.to(q.device), positions)
@@ -156,10 +142,6 @@ class VirtualKeys(PositiveFeatures):
         """These keys, ``n_tokens`` positions further away from the text."""
         passed = torch.as_tensor(n_tokens, device=self.distance.device)
         return VirtualKeys(self.keys, self.distance + (passed[:, None, None] if passed.dim() else passed))
-
-    def followed_by(self, other: "VirtualKeys") -> "VirtualKeys":
-        """These keys, then those of ``other``."""
-        return VirtualKeys(torch.cat([self.keys, other.keys], dim=-2), torch.cat([self.distance, other.distance], dim=-1))
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,8 +38,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.kv_bias.fields import Fingerprint
-
 
 @dataclass(frozen=True, eq=False)
 class AnswerErrors:
@@ -302,7 +300,7 @@ class BiasFit:
 
     def rows(self) -> list[dict[str, Any]]:
         """One row per layer and query head (and prompt of a batch): ``n_keys``, ``head_output_error``, ``mass_error``; no rows
-        if they are not known. Of a hybrid model layers are counted as in ``bias.b_KV``, among those with attention.
+        if they are not known. Of a hybrid model layers are counted among those with attention.
         """
         if self.n_keys is None or self.head_output_error is None or self.mass_error is None:
             return []
@@ -387,23 +385,12 @@ def of_sum(records: Iterable[FitRecord], step: str) -> FitRecord:
     return BiasFit.of_several(approximate, step) if approximate else None
 
 
-def after_replacing(record: FitRecord, before: Mapping[str, Any], now: Mapping[str, Any]) -> FitRecord:
-    """The record after dataclasses.replace, given the old and new values of fields by name."""
-    names = [name for name, value in before.items() if not _same(value, now[name])]
-    return _after(record, f"{', '.join(names)} replaced") if names else record
-
-
 def after_rounding(bias: Any, dtype: torch.dtype) -> FitRecord:
     """The record after a change of dtype. Rounding to half precision adds an unmeasured error of at least 0.1 %."""
-    lost = torch.finfo(dtype).eps > max(torch.finfo(bias.stored()["b_KV"].dtype).eps, torch.finfo(torch.float32).eps)
+    lost = torch.finfo(dtype).eps > max(torch.finfo(bias.dtype).eps, torch.finfo(torch.float32).eps)
     is_softmax = bias.fingerprint.attention != "linear"
     return _after(bias.fit, f"rounded to {str(dtype).removeprefix('torch.')}") if lost and is_softmax else bias.fit
 
 
 def _after(record: FitRecord, step: str) -> BiasFit:
     return BiasFit.of_several([] if record is None else [record], step)
-
-
-def _same(a: Any, b: Any) -> bool:
-    """Whether a field is unchanged: numbers are compared by value, tensors (and their containers) by identity."""
-    return a is b or (type(a) is type(b) and isinstance(a, int | Fingerprint) and a == b)

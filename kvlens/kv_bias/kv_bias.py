@@ -6,44 +6,37 @@
 and, for a model with KV shift, the *shift state*: the raw last keys, values (and queries) of the prompt, which the first
 tokens of the text mix into their own. Without it the conversion is off by 4-16 %.
 
-For a softmax model phi is not part of the model: it comes with the bias, as ``features``. In a hybrid model ``recurrent`` holds
-the states of the recurrent layers, and the other fields describe only the attention layers.
+For a softmax model phi is not part of the model: it comes with the bias. A bias is a tuple of layers, and a layer its parts
+(:mod:`kvlens.kv_bias.layers`): keys, sums of features, states, and the raw rows of the last tokens.
 """
 
-import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from kvlens.arguments import check_device
 from kvlens.checks import Count, Finite, checked, ensure
 from kvlens.dtypes import check_holds, dtype_of, is_dtype
 from kvlens.errors import KVLensError
-from kvlens.kv_bias.arithmetic import (
-    fields_of_batch,
-    fields_of_exchange,
-    fields_of_layer,
-    fields_of_selection,
-    fields_of_sum,
-    scaled_fields,
-)
-from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys
-from kvlens.kv_bias.fields import COUNTS, NO_STATES, TENSORS, Fingerprint, RecurrentStates, check_fields, check_numbers
-from kvlens.kv_bias.fit import BiasFit, after_replacing, after_rounding, edited, since
-from kvlens.kv_bias.layers import Layer
-from kvlens.kv_bias.stack import fields_of_layers, layers_of, stacked
-from kvlens.kv_bias.storage import KeyBuckets, as_numbers, fields_of_buckets, padded, read_bias_file, used_keys, write_bias_file
+from kvlens.kv_bias.arithmetic import check_held, in_words, summed, tokens_left
+from kvlens.kv_bias.fields import COUNTS, Fingerprint, check_fields, check_numbers
+from kvlens.kv_bias.fit import BiasFit, after_rounding, edited, of_sum, since
+from kvlens.kv_bias.layers import Features, Layer, padded
+from kvlens.kv_bias.storage import as_numbers, read_bias_file, write_bias_file
 
-READ = (*TENSORS, "features", "log_scale", "recurrent", "position_offset", "fingerprint")
-"""The fields on which the model's output depends."""
-OF_KEYS = ("b_KV", "b_D", "features")
-"""Those that a compact bias holds in buckets."""
+GONE = {
+    **dict.fromkeys(("b_KV", "b_D", "log_scale"), "stacked({0!r}), a copy, or layers[i].attention.{0}"),
+    **dict.fromkeys(("last_k", "last_v", "last_q"), "stacked({0!r}), a copy, or layers[i].last"),
+    "features": "layers[i].attention.features, or kind",
+    "recurrent": 'layers[i].state, or stacked("state") and stacked("conv")',
+}
+"""What to use in place of the tensors of all layers that a bias once was."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -62,163 +55,62 @@ class KVBias:
     >>> bias
     KVBias(12 layers x 4 heads, d_phi 32, d_head 32, n_prompt_tokens=5, position_offset=0)
     >>> one_head = bias.select(heads=[(2, 3)])  # layer 2, head 3; zeros elsewhere
-    >>> torch.equal((bias + one_head - bias).b_KV[2, 3], bias.b_KV[2, 3])
+    >>> both = bias + one_head - bias
+    >>> torch.equal(both.layers[2].attention.b_kv[0, 3], bias.layers[2].attention.b_kv[0, 3])
     True
     >>> bias.save("prompt.safetensors")
-    >>> torch.equal(KVBias.load("prompt.safetensors").b_KV, bias.b_KV.cpu())
+    >>> torch.equal(KVBias.load("prompt.safetensors").stacked("b_kv"), bias.stacked("b_kv").cpu())
     True
 
-    Where layers differ in their heads, those with fewer or smaller ones are filled up with zeros: :meth:`of_layer`.
-
-    A fitted bias, converted or loaded, is *compact* where heads have different numbers of keys: it holds, and a
-    HookedKVTransformer reads, buckets of heads (:mod:`kvlens.kv_bias.storage`); the bridge pads them. ``b_KV``, ``b_D`` and
-    ``features`` are then made when one of them is first asked for, and kept instead, so that they can be written to and trained
-    as those of any other; :meth:`compact` undoes it.
+    What changes numbers makes new layers, most simply by :meth:`map_layers`. ``dataclasses.replace`` asks for the ``record`` of
+    the new bias, so that none is said to be exact, or as exact as another, unless somebody says so.
 
     Attributes:
-        b_KV: [layer, (batch,) head, d_phi, d_head], per query head; for softmax per key-value head, or per query head after
-            single heads were selected.
-        b_D: [layer, (batch,) head, d_phi], likewise; zeros where the model has normalizer "none".
-        last_k, last_v: [layer, (batch,) window, kv_head, d_head], raw rows, oldest first; window 0 where not shifted.
-        last_q: [layer, (batch,) window, head, d_head], likewise.
+        layers: what the prompt leaves in each layer of the model.
         n_prompt_tokens: number of tokens converted, of a sum those added minus those subtracted; an int, or [batch] where
             prompts differ.
         position_offset: the position at which the text starts: 0 where RoPE follows the feature map (the bias is rebased),
             else the prompt's length; an int, or [batch] where prompts differ.
         fingerprint: of the model with which the prompt was converted.
-        features: phi of a softmax model's bias; None for linear attention, whose features are the model's own.
-        log_scale: [layer, (batch,) kv_head]: what b_KV and b_D stand for is exp(log_scale) times them; None with linear
-            attention.
+        record: becomes ``fit``.
+        single: whether it is of one prompt, and not a batch.
         fit: how an approximate bias was fitted, its errors if they were measured for exactly this bias, and the operations
             applied to it since. None if nothing is approximate: with linear attention, when every key of the prompt is kept,
-            and for sums, multiples and selections of such biases. ``dataclasses.replace`` of a tensor of a softmax bias counts
-            as an operation; writing into a tensor in place goes unnoticed.
-        recurrent: the states of the recurrent layers of a hybrid model; without layers where every layer is attention. The
-            axis ``layer`` of the other fields counts the attention layers (:attr:`attention_layers`).
+            and for sums, multiples and selections of such biases. Writing into a tensor in place goes unnoticed.
     """
 
-    b_KV: Float[Tensor, "layer *batch head d_phi d_head"]
-    b_D: Float[Tensor, "layer *batch head d_phi"]
-    last_k: Float[Tensor, "layer *batch window_k kv_head d_head"]
-    last_v: Float[Tensor, "layer *batch window_v kv_head d_head"]
-    last_q: Float[Tensor, "layer *batch window_q query_head d_head"]
+    layers: tuple[Layer, ...]
     n_prompt_tokens: int | Int[Tensor, " batch"]
     position_offset: int | Int[Tensor, " batch"]
     fingerprint: Fingerprint
-    features: SoftmaxFeatures | None = field(default_factory=lambda: None)  # a default of the class would hide __getattr__
-    log_scale: Float[Tensor, "layer *batch kv_head"] | None = None
-    fit: BiasFit | None = None
-    recurrent: RecurrentStates = NO_STATES
-    _record: Any = field(default=None, repr=False)
-    """(fit, the fields in :data:`READ`) at the time of the record; dataclasses.replace passes it on."""
-    _buckets: KeyBuckets | None = field(default=None, init=False, repr=False)
-    """What a compact bias holds in place of :data:`OF_KEYS`."""
+    record: InitVar[BiasFit | None]
+    single: bool = False
+    fit: BiasFit | None = field(init=False)
 
-    def __post_init__(self):
+    def __post_init__(self, record: BiasFit | None):
+        object.__setattr__(self, "fit", record)
         check_fields(self)
-        if self.features is not None:
-            self._keep_record()
-
-    def _keep_record(self) -> None:
-        """Record that a field was replaced, if the record itself was not."""
-        made_of = {name: getattr(self, name) for name in READ}
-        if self._record is not None and self._record[0] is self.fit:
-            object.__setattr__(self, "fit", after_replacing(self.fit, self._record[1], made_of))
-        object.__setattr__(self, "_record", (self.fit, made_of))
-
-    def _made(self, fit: BiasFit | None, **changed: Any) -> "KVBias":
-        """This bias with ``changed`` fields and the record that belongs to them; compact if this one is."""
-        if self._buckets is None:
-            return replace(self, **changed, fit=fit, _record=None)
-        if changed.keys().isdisjoint(OF_KEYS):
-            return self._held_by(changed.pop("_buckets", self._buckets), fit=fit, **changed)
-        return replace(self.padded(), **changed, fit=fit, _record=None).compact()
-
-    def _held_by(self, buckets: KeyBuckets, **changed: Any) -> "KVBias":
-        """A compact bias of these buckets and the other fields of this one."""
-        made = object.__new__(KVBias)
-        fields = {name: value for name, value in self.__dict__.items() if name not in OF_KEYS} | changed
-        record = fields["fit"], {name: fields.get(name, buckets) for name in READ}
-        made.__dict__.update(fields, _buckets=buckets, _record=record)
-        return made
 
     def __getattr__(self, name: str) -> Any:
-        buckets = self.__dict__.get("_buckets")
-        if buckets is None or name not in OF_KEYS:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        fields = fields_of_buckets(buckets)
-        fit, made_of = self._record
-        self.__dict__.update(fields, _buckets=None, _record=(fit, made_of | fields))
-        return fields[name]
+        instead = f"; use {GONE[name].format(name.lower())}" if name in GONE else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
 
-    def compact(self) -> "KVBias":
-        """The same bias, held in buckets of heads where that takes less memory; else this one.
+    def with_layers(self, layers: Sequence[Layer], **counts: Any) -> "KVBias":
+        """The bias with other layers, and further ``counts``. It counts as an operation: how exact it is is not known."""
+        fit = self.fit if self.fingerprint.attention == "linear" else edited(self.fit, "layers changed")
+        return replace(self, layers=tuple(layers), record=fit, **counts)
 
-        Keys of weight 0 move behind the others of their head, as in a file.
-        """
-        if self._buckets is not None or not isinstance(self.features, VirtualKeys) or self.fingerprint.layers_differ:
-            return self
-        buckets = KeyBuckets.of(self.tensors(), self.fingerprint.n_kv_heads)
-        return self if buckets is None else self._held_by(buckets)
+    def map_layers(self, change: Callable[[Layer], Layer]) -> "KVBias":
+        """The bias with ``change`` applied to every layer, which is how to write into one; see :meth:`with_layers`."""
+        return self.with_layers([change(layer) for layer in self.layers])
 
-    def padded(self) -> "KVBias":
-        """The same bias with all heads as wide as the widest; this one, if it is not compact."""
-        whole = self if self._buckets is None else copy.copy(self)
-        assert whole.b_KV is not None  # asking for it is what makes it
-        return whole
+    def with_attention(self, parts: Sequence[Any]) -> "KVBias":
+        """The bias with other parts in the layers with attention, in order; see :meth:`with_layers`."""
+        given = iter(parts)
+        return self.map_layers(lambda layer: layer.of_attention(lambda part: next(given)))
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Every tensor of the prompt by its name in a file: ``b_KV``, ``log_scale``, ``features.keys``, ``recurrent.conv``."""
-        whole = self.padded()
-        found = {name: getattr(whole, name) for name in TENSORS}
-        if whole.features is not None:
-            found |= {"log_scale": self.log_scale, **{f"features.{name}": x for name, x in whole.features.tensors().items()}}
-        return found | {f"recurrent.{name}": x for name, x in self.recurrent.tensors().items()}
-
-    def stored(self) -> dict[str, Tensor]:
-        """The tensors that are held: as :meth:`tensors`, but of a compact bias its keys are rows, those of all buckets."""
-        if self._buckets is None:
-            return self.tensors()
-        rest = {name: getattr(self, name) for name in (*TENSORS[2:], "log_scale")}
-        states = {f"recurrent.{name}": x for name, x in self.recurrent.tensors().items()}
-        return {**self._buckets.rows, **rest, **states}
-
-    def requiring_grad(self) -> list[str]:
-        """The names of its tensors that require gradients."""
-        return [name for name, x in self.stored().items() if x.requires_grad]
-
-    def check_finite(self, what: str) -> None:
-        """Raise KVLensError, as ``what``, where a number is NaN or infinite: such a bias is no prompt of any model."""
-        if self._buckets is None or not all(bool(x.isfinite().all()) for x in self.stored().values()):
-            check_numbers(self.padded(), what)
-
-    def starts_where(self, other: "KVBias") -> bool:
-        """Whether a text starts at the same position with both biases; always true in a model without positions."""
-        offsets = torch.as_tensor(self.position_offset), torch.as_tensor(other.position_offset)
-        return self.fingerprint.positional_embedding_type == "none" or bool((offsets[0] == offsets[1]).all())
-
-    @property
-    def layers(self) -> tuple[Layer, ...]:
-        """What the prompt leaves in each layer of the model: views, not to be written to (:meth:`map_layers`)."""
-        return layers_of(self.padded())
-
-    def of_layers(self, layers: Sequence[Layer], fit: BiasFit | None, **changed: Any) -> "KVBias":
-        """A bias of these layers for the same model, with the record that belongs to them, and further ``changed`` fields."""
-        fields = fields_of_layers(self.fingerprint, layers, self.batch_size is None, self.position_offset)
-        return self._made(fit, **fields, **changed)
-
-    @staticmethod
-    def from_layers(
-        layers: Sequence[Layer],
-        n_prompt_tokens: int | Tensor,
-        position_offset: int | Tensor,
-        fingerprint: Fingerprint,
-        fit: BiasFit | None = None,
-        single: bool = False,
-    ) -> "KVBias":
-        """A bias of these layers; ``single`` for one prompt without an axis of prompts."""
-        counts = dict(n_prompt_tokens=n_prompt_tokens, position_offset=position_offset, fingerprint=fingerprint)
-        return KVBias(**fields_of_layers(fingerprint, layers, single, position_offset), **counts, fit=fit)  # type: ignore[arg-type]
+    def _each(self, change: Callable[[Layer], Layer], record: BiasFit | None, **changed: Any) -> "KVBias":
+        return replace(self, layers=tuple(map(change, self.layers)), record=record, **changed)
 
     @property
     def attention(self) -> list[Any]:
@@ -226,23 +118,12 @@ class KVBias:
         or :class:`~kvlens.kv_bias.Features`."""
         return [layer.attention for layer in self.layers if layer.attention is not None]
 
-    def with_attention(self, parts: Sequence[Any]) -> "KVBias":
-        """The bias with other parts in the layers with attention, in order. It counts as an operation."""
-        given = iter(parts)
-        return self.map_layers(lambda layer: layer.of_attention(lambda part: next(given)))
-
     @property
     def kind(self) -> str | None:
         """What softmax attention reads: "virtual_keys", or another kind of features; None for linear attention."""
-        return None if self.features is None else self.features.kind
-
-    def map_layers(self, change: Callable[[Layer], Layer]) -> "KVBias":
-        """The bias with ``change`` applied to every layer: the way to write into one. It counts as an operation."""
-        return self.of_layers([change(layer) for layer in self.layers], self._edited("layers changed"))
-
-    def _edited(self, step: str) -> BiasFit | None:
-        """The record of a bias whose numbers were replaced: one of a softmax model is no longer exact."""
-        return self.fit if self.features is None else edited(self.fit, step)
+        if self.fingerprint.attention == "linear":
+            return None
+        return next((part.features.kind for part in self.attention), "virtual_keys")
 
     def stacked(self, name: str) -> Tensor:
         """A copy of one tensor of all layers that have it, [layer, (batch,) ...]; smaller ones are filled up with zeros.
@@ -251,22 +132,29 @@ class KVBias:
             name: "b_kv", "b_d", "last_k", "last_v", "last_q"; of softmax attention "log_scale" and "keys", "distance" or the
                 names of other features; "state" and "conv" of recurrent layers.
         """
-        return stacked(self, name)
+        most = self.d_phi if self.kind == "virtual_keys" else 0
+        layers = [layer.of_attention(lambda part: part.widened(most)) if most else layer for layer in self.layers]
+        found = [layer.tensors()[name] for layer in layers if name in layer.tensors()]
+        if found:
+            return padded([x[0] for x in found] if self.single else found)
+        free = [part.features.tensors() for part in self.attention if isinstance(part, Features)]
+        if free and name in free[0]:
+            return padded([tensors[name] for tensors in free])
+        known = dict.fromkeys(n for layer in layers for n in layer.tensors())
+        raise KVLensError(f"stacked: this bias has no {name!r}; it has {', '.join(known)}")
 
-    @property
-    def n_rows(self) -> int:
-        """The number of prompts."""
-        return self.batch_size or 1
+    def tensors(self) -> dict[tuple[int, str], Tensor]:
+        """Every tensor that has a row for each prompt, by its layer and name."""
+        return {(i, name): x for i, layer in enumerate(self.layers) for name, x in layer.tensors().items()}
 
-    @property
-    def device(self) -> torch.device:
-        """Where its tensors are."""
-        return self.last_k.device
+    def check_finite(self, what: str) -> None:
+        """Raise KVLensError, as ``what``, where a number is NaN or infinite: such a bias is no prompt of any model."""
+        check_numbers(self, what)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of its floating-point tensors."""
-        return self.last_k.dtype
+    def starts_where(self, other: "KVBias") -> bool:
+        """Whether a text starts at the same position with both biases; always true in a model without positions."""
+        offsets = torch.as_tensor(self.position_offset), torch.as_tensor(other.position_offset)
+        return self.fingerprint.positional_embedding_type == "none" or bool((offsets[0] == offsets[1]).all())
 
     @property
     def n_layers(self) -> int:
@@ -274,20 +162,18 @@ class KVBias:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The indices of the layers described by b_KV, b_D, features and the shift state: those with attention."""
+        """The layers with attention."""
         return self.fingerprint.attention_layers
 
     @property
     def n_heads(self) -> int:
-        """The number of query heads."""
+        """The number of query heads, of layers that differ the largest."""
         return self.fingerprint.n_heads
 
     def n_heads_of(self, layer: int) -> int:
-        """The number of heads that :meth:`select` can choose in a layer: query heads, or a recurrent layer's value heads.
-
-        A layer that has both (Falcon-H1) counts its query heads first. A layer that is an MLP or experts alone has none.
-        """
-        return self.first_state_head(layer) + (self.recurrent.n_heads if layer in self.recurrent.layers else 0)
+        """The number of heads that :meth:`select` can choose in a layer: query heads, then a recurrent layer's value heads."""
+        state = self.layers[layer].state
+        return self.first_state_head(layer) + (0 if state is None else state.n_heads)
 
     def first_state_head(self, layer: int) -> int:
         """How many heads of a layer come before those of its recurrent state: its query heads, if it has attention."""
@@ -297,66 +183,58 @@ class KVBias:
         """The number of key-value heads of a layer with attention."""
         return self.fingerprint.heads[layer][1]
 
-    def of_layer(self, layer: int) -> "KVBias":
-        """The bias of one layer, as of a model of that layer alone: without padding, where layers differ in their heads.
-
-        The layer is one with attention, and is counted among these.
-        """
-        if self._buckets is not None:
-            return self._layer_of_buckets(layer, narrow=True)
-        return self._made(None, **fields_of_layer(self, layer))
-
-    def _layer_of_buckets(self, layer: int, narrow: bool) -> "KVBias":
-        """One layer of a compact bias, with every head as wide as in ``b_KV``, or, if ``narrow``, as the layer's widest."""
-        assert self._buckets is not None
-        rest = {name: getattr(self, name)[layer : layer + 1] for name in (*TENSORS[2:], "log_scale")}
-        fields = {**rest, **fields_of_buckets(self._buckets, layer, narrow), "fingerprint": self.fingerprint.of_layer(layer)}
-        return replace(self, **fields, recurrent=NO_STATES, fit=None, _record=None)
-
     @property
     def d_phi(self) -> int:
-        """The number of features per head."""
-        return self.b_KV.shape[-2] if self._buckets is None else self._buckets.d_phi
+        """The number of features per head, or of keys of the widest layer."""
+        return max((part.b_d.shape[2] for part in self.attention), default=0)
+
+    @property
+    def n_rows(self) -> int:
+        """The number of prompts."""
+        return len(self._some)
+
+    @property
+    def _some(self) -> Tensor:
+        return next(x for layer in self.layers for x in layer.tensors().values() if x.is_floating_point())
+
+    @property
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self._some.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of its floating-point tensors."""
+        return self._some.dtype
 
     @property
     def batch_size(self) -> int | None:
         """The number of prompts, or None for a single prompt without a batch axis."""
-        return self.last_k.shape[1] if self.last_k.dim() == 5 else None
+        return None if self.single else self.n_rows
 
     @property
     def num_parameters(self) -> int:
-        """How many numbers represent the prompt, summed over a batch: b_KV, b_D, virtual keys and states of recurrent layers.
+        """How many numbers represent the prompt, summed over a batch: b_kv, b_d, virtual keys and states of recurrent layers.
 
-        Only virtual keys with a weight or a value are counted; heads with fewer keys than others are padded with zeros.
+        Only virtual keys with a weight or a value are counted.
         """
-        states, f = self.recurrent.b_KV.numel(), self.fingerprint
-        if f.layers_differ:
-            return sum(self.of_layer(layer).num_parameters for layer in range(f.n_layers))
-        whole = self.padded()
-        if not isinstance(whole.features, VirtualKeys):
-            return states + self.b_KV.numel() + self.b_D.numel()
-        readers = whole.b_D.shape[-2] // f.n_kv_heads
-        of_a_key = readers * (f.d_head + 1) + (f.d_key or f.d_head)
-        return states + int(used_keys(whole.b_KV, whole.b_D, f.n_kv_heads).sum()) * of_a_key
+        return sum(part.n_numbers for layer in self.layers for part in layer.parts)
 
     def __repr__(self) -> str:
-        f = self.fingerprint
-        features = VirtualKeys if self._buckets is not None else self.features
-        kind = "" if features is None or not self.attention_layers else f"{features.kind}, "
-        shifted = [x for x in "kvq" if getattr(self, f"last_{x}").shape[-3]]
-        shift_state = f", shift state of {'/'.join(shifted)}" if shifted else ""
+        f, attention = self.fingerprint, self.attention
+        kind = f"{self.kind}, " if self.kind and attention else ""
+        moved = {name for layer in self.layers for name, x in layer.last.items() if name != "conv" and x.shape[1]}
+        shift_state = f", shift state of {'/'.join(x for x in 'kvq' if x in moved)}" if moved else ""
         batch = "" if self.batch_size is None else f"batch {self.batch_size}, "
-        sizes = []
-        if self.attention_layers:
+        sizes, states = [], [layer.state for layer in self.layers if layer.state is not None]
+        if attention:
             up_to = "up to " if f.layers_differ else ""
-            sizes += [
-                f"{len(self.attention_layers)} layers x {up_to}{self.n_heads} heads, d_phi {self.d_phi}, d_head {f.d_head}"
-            ]
-        if self.recurrent.layers and not self.recurrent.n_heads:
-            sizes += [f"{len(self.recurrent.layers)} short convolutions"]
-        elif self.recurrent.layers:
-            d_k, d_v = self.recurrent.b_KV.shape[-2:]
-            sizes += [f"{len(self.recurrent.layers)} recurrent layers x {self.recurrent.n_heads} heads, {d_k} x {d_v}"]
+            sizes += [f"{len(attention)} layers x {up_to}{self.n_heads} heads, d_phi {self.d_phi}, d_head {f.d_head}"]
+        if states and not states[0].n_heads:
+            sizes += [f"{len(states)} short convolutions"]
+        elif states:
+            d_k, d_v = states[0].b_kv.shape[2:]
+            sizes += [f"{len(states)} recurrent layers x {states[0].n_heads} heads, {d_k} x {d_v}"]
         return (
             f"KVBias({kind}{batch}{', '.join(sizes)}{shift_state}, n_prompt_tokens={as_numbers(self.n_prompt_tokens)}, "
             f"position_offset={as_numbers(self.position_offset)})"
@@ -381,57 +259,38 @@ class KVBias:
             check_holds("KVBias.to", moved, tensor)
             return moved
 
-        moved = self._changed(move)
-        if to_dtype:
-            return self._made(after_rounding(self, moved["last_k"].dtype), **moved)
-        for name in COUNTS:
-            value = getattr(self, name)
-            moved[name] = value.to(device_or_dtype) if isinstance(value, Tensor) else value
-        return self._made(self.fit, **moved)
+        counts = {name: value for name in COUNTS if isinstance(value := getattr(self, name), Tensor)}
+        counts = {} if to_dtype else {name: value.to(device_or_dtype) for name, value in counts.items()}
+        moved = self._each(lambda layer: layer.map(move), self.fit, **counts)
+        return replace(moved, record=after_rounding(self, moved.dtype)) if to_dtype else moved
 
     def detach(self) -> "KVBias":
         """The same bias, detached from the graph that ``convert_prompt(..., detach=False)`` kept."""
-        return self._made(self.fit, **self._changed(Tensor.detach))
-
-    def _changed(self, change: Callable[[Tensor], Tensor], per_prompt_only: bool = False) -> dict[str, Any]:
-        """Every tensor field after ``change``, including features; ``per_prompt_only`` skips features without a batch axis, and
-        is for changes that treat axes."""
-        if self._buckets is not None:
-            if per_prompt_only:
-                return self.padded()._changed(change, per_prompt_only)
-            rest = {name: change(getattr(self, name)) for name in (*TENSORS[2:], "log_scale")}
-            return {**rest, "_buckets": self._buckets.map(change), "recurrent": self.recurrent.map(change)}
-        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in TENSORS}
-        if self.log_scale is not None and self.features is not None:
-            changed["log_scale"] = change(self.log_scale)
-            if self.features.per_prompt or not per_prompt_only:
-                changed["features"] = self.features.map(change)
-        return {**changed, "recurrent": self.recurrent.map(change)}
+        return self._each(lambda layer: layer.map(Tensor.detach), self.fit)
 
     @checked
     def select_prompt(self, index: int) -> "KVBias":
         """One prompt of a batch, without the batch axis."""
-        if self.batch_size is None:
+        if self.single:
             raise KVLensError("select_prompt: this bias holds a single prompt, without a batch axis")
-        picked = self._changed(lambda tensor: tensor[:, index], per_prompt_only=True)
-        for name in COUNTS:
-            value = getattr(self, name)
-            picked[name] = int(value[index]) if isinstance(value, Tensor) else value
-        return self._made(None if self.fit is None else self.fit.select_prompt(index), **picked)
+        index = range(self.n_rows)[index]
+        counts = {name: int(value[index]) for name in COUNTS if isinstance(value := getattr(self, name), Tensor)}
+        fit = None if self.fit is None else self.fit.select_prompt(index)
+        return self._each(lambda layer: layer.rows(lambda x: x[index : index + 1]), fit, single=True, **counts)
 
     @checked
     def repeat(self, n: Count) -> "KVBias":
         """The bias of one prompt as a batch of ``n`` equal ones, without copies."""
-        changed = self._changed(lambda x: x[:, None].expand(-1, n, *x.shape[1:]), per_prompt_only=True)
-        return self.padded()._made(None if self.fit is None else self.fit.repeat(n), **changed)
+        fit = None if self.fit is None else self.fit.repeat(n)
+        return self._each(lambda layer: layer.rows(lambda x: x.expand(n, *x.shape[1:])), fit, single=False)
 
     @checked
     def select_prompts(self, rows: Int[Tensor, " row"]) -> "KVBias":
         """Some prompts of a batch, repetitions allowed, as a batch. It has no record of a fit."""
-        if self.batch_size is None:
+        if self.single:
             raise KVLensError("select_prompts: this bias holds a single prompt, without a batch axis")
         counts = {name: value[rows] for name in COUNTS if isinstance(value := getattr(self, name), Tensor)}
-        return self._made(None, **self._changed(lambda x: x[:, rows.to(x.device)], per_prompt_only=True), **counts)
+        return self._each(lambda layer: layer.rows(lambda x: x[rows.to(x.device)]), None, **counts)
 
     @staticmethod
     def batch(biases: Sequence["KVBias"]) -> "KVBias":
@@ -440,9 +299,16 @@ class KVBias:
         Raises:
             KVLensError: single prompts.
         """
-        if any(bias.batch_size is None for bias in biases):
+        if any(bias.single for bias in biases):
             raise KVLensError("KVBias.batch: expected batches of biases; repeat(1) makes a batch of one prompt")
-        return biases[0] if len(biases) == 1 else biases[0]._made(None, **fields_of_batch([b.padded() for b in biases]))
+        if len(biases) == 1:
+            return biases[0]
+        counts: dict[str, Any] = {
+            name: torch.cat([torch.as_tensor(getattr(b, name), device=b.device).expand(b.n_rows) for b in biases])
+            for name in COUNTS
+        }
+        layers = tuple(map(Layer.joined, zip(*(bias.layers for bias in biases), strict=True)))
+        return replace(biases[0], layers=layers, record=None, **counts)
 
     @checked
     def exchange_layers(self, other: "KVBias", layers: Bool[Tensor, "row layer"]) -> "KVBias":
@@ -453,14 +319,15 @@ class KVBias:
             KVLensError: biases of batches, of different models, or with different numbers of keys.
         """
         self.fingerprint.check(other.fingerprint, "exchange_layers")
-        self, other = self.padded(), other.padded()
-        own, theirs = self.tensors(), other.tensors()
-        if self.batch_size is not None or any(x.shape != theirs[name].shape for name, x in own.items()):
+        shapes, others = ({name: x.shape for name, x in bias.tensors().items()} for bias in (self, other))
+        if not self.single or shapes != others:
             raise KVLensError(
                 "exchange_layers: expected the biases of two single prompts of as many tokens; delete tokens with "
                 'positions="kept", so that both have as many keys'
             )
-        return self._made(None, **fields_of_exchange(self, other, layers))
+        every = zip(self.layers, other.layers, layers.long().T, strict=True)
+        mixed = [Layer.joined([own, theirs]).rows(lambda x, i=i: x[i.to(x.device)]) for own, theirs, i in every]  # type: ignore[misc]
+        return replace(self, layers=tuple(mixed), record=None, single=False)
 
     @checked
     def select(self, layers: Sequence[int] = (), heads: Sequence[tuple[int, int]] = ()) -> "KVBias":
@@ -471,20 +338,24 @@ class KVBias:
         Raises:
             KVLensError: a layer or head that does not exist.
         """
-        return self._made(**fields_of_selection(self, layers, heads))
+        counts = [self.n_heads_of(layer) for layer in range(self.n_layers)]
+        kept = [torch.zeros(n) for n in counts]
+        for layer in layers:
+            kept[_index("layer", layer, self.n_layers)][:] = 1
+        for layer, head in heads:
+            layer = _index("layer", layer, self.n_layers)
+            kept[layer][_index("head", head, counts[layer])] = 1
+        n_kept, n_all = sum(int(on.sum()) for on in kept), sum(counts)
+        fit = self.fit if n_kept == n_all else since(self.fit, f"{n_kept} of {n_all} heads selected")
+        return replace(self, layers=tuple(map(Layer.times, self.layers, kept)), record=fit)
 
     def per_query_head(self) -> "KVBias":
-        """The same bias with b_KV and b_D for every query head; a softmax bias stores them per key-value head."""
-        if self._buckets is not None:
-            return self.padded().per_query_head().compact()
-        group = self.n_heads // self.b_KV.shape[-3]
-        if group == 1:
-            return self
-        if self.fingerprint.layers_differ:
-            layers = [self.of_layer(layer).per_query_head() for layer in range(self.n_layers)]
-            return self._made(self.fit, **{x: padded([getattr(layer, x)[0] for layer in layers]) for x in ("b_KV", "b_D")})
-        b_kv, b_d = self.b_KV.repeat_interleave(group, dim=-3), self.b_D.repeat_interleave(group, dim=-2)
-        return self._made(self.fit, b_KV=b_kv, b_D=b_d)
+        """The same bias with b_kv and b_d for every query head; a softmax bias stores them per key-value head."""
+        layers = [
+            layer.of_attention(lambda part, n=heads[0]: part.per_query_head(n))  # type: ignore[misc]
+            for layer, heads in zip(self.layers, self.fingerprint.heads, strict=True)
+        ]
+        return replace(self, layers=tuple(layers), record=self.fit)
 
     def to_cache(self) -> Any:
         """This bias as the cache of the Transformers model that it was converted with, on either front end.
@@ -530,11 +401,16 @@ class KVBias:
 
     def zero_like(self) -> "KVBias":
         """A bias of zeros, including the shift state: the model's own behavior, at this bias's position offset."""
-        if self._buckets is not None:
-            return self.padded().zero_like().compact()
-        zeros: dict[str, Any] = {name: torch.zeros_like(getattr(self, name)) for name in TENSORS}
-        zeros["recurrent"] = self.recurrent.map(torch.zeros_like)
-        return self._made(since(self.fit, "everything set to zero"), **zeros)
+        stay = ("keys", "distance", "log_scale")
+
+        def zero(layer: Layer) -> Layer:
+            return layer.with_tensors({name: torch.zeros_like(x) for name, x in layer.tensors().items() if name not in stay})
+
+        return self._each(zero, since(self.fit, "everything set to zero"))
+
+    def narrowed(self) -> "KVBias":
+        """The same bias with the keys of each layer as wide as its widest head: those of weight 0 stand behind, or are gone."""
+        return self._each(lambda layer: layer.of_attention(lambda part: part.narrowed()), self.fit)
 
     @staticmethod
     @checked
@@ -543,7 +419,7 @@ class KVBias:
         weights: Sequence[float | int] | None = None,
         shift_state: Literal["equal", "first", "last", "zero"] = "equal",
     ) -> "KVBias":
-        """The weighted sum of b_KV and b_D. ``kvlens.combine`` is this function.
+        """The weighted sum of b_kv and b_d. ``kvlens.combine`` is this function.
 
         Args:
             biases: biases of one model with equal batch shapes.
@@ -576,7 +452,8 @@ class KVBias:
         >>> from kvlens import HookedKVTransformer, convert_prompt
         >>> model, of = HookedKVTransformer.from_zoo("facts-gpt2"), "Mira keeps a {}.".format
         >>> one, other, bias = (convert_prompt(model, of(animal)) for animal in ("dog", "swan", "goat"))
-        >>> bias.b_KV[..., -1, :] += 4 * (one.b_KV - other.b_KV)[..., -1, :]
+        >>> for to, a, b in zip(bias.attention, one.attention, other.attention, strict=True):
+        ...     to.b_kv[:, :, -1] += 4 * (a.b_kv - b.b_kv)[:, :, -1]
         >>> x, y = (model.run_with_cache(of(animal))[1]["resid_post", 1] for animal in ("dog", "swan"))
         >>> hooks = [("blocks.1.hook_resid_post", lambda resid, hook: resid + 2 * (x - y)[0, -1])]
         >>> with model.kv_bias(bias), model.hooks(fwd_hooks=hooks):  # either of them alone steers
@@ -587,8 +464,9 @@ class KVBias:
         offsets = self.position_offset, other.position_offset
         rows = any(isinstance(offset, Tensor) for offset in offsets)
         behind = torch.maximum(*map(torch.as_tensor, offsets)) if rows else max(offsets)
-        moved = replace(mixed.padded(), position_offset=behind)
-        return moved if mixed._buckets is None else moved.compact()
+        stays = self.kind is None or torch.equal(torch.as_tensor(behind), torch.as_tensor(mixed.position_offset))
+        fit = mixed.fit if stays else edited(mixed.fit, "position_offset replaced")
+        return replace(mixed, position_offset=behind, record=fit)
 
     def __add__(self, other: "KVBias") -> "KVBias":
         """The sum of b_KV and of b_D, with b's shift state; ``+``, ``-`` and multiples are linear.
@@ -613,7 +491,10 @@ class KVBias:
         if not isinstance(factor, Real):
             return NotImplemented
         factor = ensure("KVBias: a factor", Finite, factor if isinstance(factor, int) else float(factor))
-        return self._made(**scaled_fields(self, float(factor)))
+        layers = tuple(layer.times(float(factor)) for layer in self.layers)
+        check_held(f"KVBias: {float(factor):.3g} times this bias", layers, [self])
+        fit = self.fit if factor == 1 else since(self.fit, f"multiplied by {float(factor):.3g}")
+        return replace(self, layers=layers, record=fit)
 
     __rmul__ = __mul__
 
@@ -647,10 +528,25 @@ class KVBias:
         """
         bias = read_bias_file(path, cls)
         bias.check_finite(f"KVBias.load: {path}")
-        return bias if bias.fit is None else bias.compact()
+        return bias if bias.fit is None else bias.narrowed()
 
 
-def _sum_of(biases: Sequence[KVBias], weights: Sequence[float | int] | None, shift_state: str, **options: bool) -> KVBias:
-    """The weighted sum; compact where one of its terms is."""
-    total = biases[0]._made(**fields_of_sum(biases, weights, shift_state, **options))
-    return total if all(bias._buckets is None for bias in biases) else total.compact()
+def _index(what: str, index: int, n: int) -> int:
+    if not -n <= index < n:
+        raise KVLensError(f"select: {what} {index} does not exist; there are {n}")
+    return index
+
+
+def _sum_of(
+    biases: Sequence[KVBias], weights: Sequence[float | int] | None, shift_state: str, equal_offsets: bool = False
+) -> KVBias:
+    """The weighted sum, on the device of the first; see :func:`kvlens.kv_bias.arithmetic.summed`."""
+    weights = [1.0] * len(biases) if weights is None else list(weights)
+    first = biases[0]
+    biases = [bias if bias.device == first.device else bias.to(first.device) for bias in biases]
+    layers = summed(biases, weights, shift_state, equal_offsets)
+    chosen = biases[-1] if shift_state == "last" else first
+    unchanged = weights == [1.0] and shift_state != "zero"
+    fit = first.fit if unchanged else of_sum((bias.fit for bias in biases), in_words(biases, weights))
+    counts = dict(n_prompt_tokens=tokens_left(biases, weights), position_offset=chosen.position_offset)
+    return replace(first, layers=layers, record=fit, **counts)

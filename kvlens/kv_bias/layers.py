@@ -9,12 +9,14 @@
 A layer that has attention beside a recurrence has two parts. The first axis of every tensor is ``batch``, of 1 for one prompt.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import add
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys
@@ -62,9 +64,31 @@ class State:
         b_kv = self.b_kv * (by if not isinstance(by, Tensor) else by[..., None])
         return replace(self, b_kv=b_kv, b_d=None if self.b_d is None else self.b_d * by)
 
+    @property
+    def n_numbers(self) -> int:
+        """How many numbers represent the prompts."""
+        return self.b_kv.numel() + (0 if self.b_d is None else self.b_d.numel())
+
     def per_query_head(self: P, n_heads: int) -> P:
         """The part with a row of b_kv and b_d for every query head."""
         return self
+
+    def narrowed(self: P) -> P:
+        """The part without what nobody reads."""
+        return self
+
+    @staticmethod
+    def total(parts: Sequence[Any]) -> Any:
+        """The sum of parts of one kind."""
+        first = parts[0]
+        b_d = None if first.b_d is None else reduce(add, [part.b_d for part in parts])
+        return replace(first, b_kv=reduce(add, [part.b_kv for part in parts]), b_d=b_d)
+
+    @staticmethod
+    def joined(parts: Sequence[Any]) -> Any:
+        """The rows of the prompts of all parts."""
+        every = [part.tensors() for part in parts]
+        return parts[0].with_tensors({name: torch.cat([x[name] for x in every]) for name in every[0]})
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,9 +114,34 @@ class Features(State):
         return replace(self.rows(change), features=self.features.map(change))  # type: ignore[call-arg,attr-defined]
 
     def per_query_head(self: Any, n_heads: int) -> Any:
-        group = n_heads // self.n_heads
-        b_kv, b_d = (x.repeat_interleave(group, dim=1) for x in (self.b_kv, self.b_d))
-        return self if group == 1 else replace(self, b_kv=b_kv, b_d=b_d)
+        return self if n_heads == self.n_heads else self.times(torch.ones(n_heads))
+
+    def times(self: Any, factor: float | Tensor) -> Any:
+        """As of a state; numbers for the query heads give each of them a row of its own."""
+        if not isinstance(factor, Tensor) or factor.shape[-1] == self.n_heads:
+            return State.times(self, factor)
+        by = factor.to(self.b_kv).unflatten(-1, (self.n_heads, -1))[..., None]
+        b_kv, b_d = self.b_kv[:, :, None] * by[..., None], self.b_d[:, :, None] * by
+        return replace(self, b_kv=b_kv.flatten(1, 2), b_d=b_d.flatten(1, 2))
+
+    def scaled(self: Any, log_scale: Float[Tensor, "batch kv_head"]) -> Any:
+        """The same on another scale."""
+        factor = (self.log_scale - log_scale).exp().repeat_interleave(self.n_heads // self.n_kv_heads, dim=1)
+        return replace(self.times(factor), log_scale=log_scale)
+
+    @staticmethod
+    def on_one_scale(parts: Sequence[Any]) -> list[Any]:
+        """Parts with as many rows each, on the largest of their scales."""
+        first, most = parts[0].log_scale, max(part.n_heads for part in parts)
+        parts = [part.per_query_head(most) for part in parts]
+        if all(torch.equal(part.log_scale, first) for part in parts):
+            return parts
+        log_scale = torch.stack([part.log_scale for part in parts]).amax(dim=0)
+        return [part.scaled(log_scale) for part in parts]
+
+    @staticmethod
+    def total(parts: Sequence[Any]) -> Any:
+        return State.total(Features.on_one_scale(parts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +158,11 @@ class Keys(Features):
     def distance(self) -> Tensor:
         """From each key to the first token of the text, [batch, kv_head, r]."""
         return self.features.distance
+
+    @property
+    def used(self) -> Bool[Tensor, "batch kv_head r"]:
+        """True where a key has a weight or a value for any of the query heads that read it."""
+        return ((self.b_d != 0) | (self.b_kv != 0).any(dim=-1)).unflatten(1, (self.n_kv_heads, -1)).any(dim=2)
 
     def tensors(self) -> dict[str, Tensor]:
         return {**super().tensors(), **self.features.tensors()}
@@ -142,9 +196,42 @@ class Keys(Features):
 
         return self.with_tensors({name: wider(name, x) for name, x in self.tensors().items() if name != "log_scale"})
 
+    @property
+    def n_numbers(self) -> int:
+        of_a_key = self.n_heads // self.n_kv_heads * (self.b_kv.shape[3] + 1) + self.keys.shape[3]
+        return int(self.used.sum()) * of_a_key
+
+    def narrowed(self) -> "Keys":
+        """As wide as its widest head: keys of weight 0 stand behind the others of their head, or are gone."""
+        used = self.used
+        r = max(1, int(used.sum(dim=-1).max()))
+        if r == used.shape[-1]:
+            return self
+        order, group = used.int().argsort(dim=-1, descending=True, stable=True)[..., :r], self.n_heads // self.n_kv_heads
+
+        def first(x: Tensor, axis: int) -> Tensor:
+            index = order.repeat_interleave(x.shape[1] // order.shape[1], dim=1)
+            return x.gather(axis, index if x.dim() == 3 else index[..., None].expand(*index.shape, x.shape[-1]))
+
+        assert group * self.n_kv_heads == self.n_heads
+        return self.with_keys(first)
+
     def further(self, n_tokens: int | Tensor) -> "Keys":
         """The keys ``n_tokens`` positions further away from the text."""
         return replace(self, features=self.features.further(n_tokens))
+
+    @staticmethod
+    def total(parts: Sequence[Any]) -> Any:
+        """The keys of all parts, side by side."""
+        every = [part.tensors() for part in Features.on_one_scale(parts)]
+        names = [name for name in every[0] if name != "log_scale"]
+        beside = {name: torch.cat([x[name] for x in every], dim=2) for name in names}
+        return parts[0].with_tensors({**beside, "log_scale": every[0]["log_scale"]})
+
+    @staticmethod
+    def joined(parts: Sequence[Any]) -> Any:
+        most, rows = max(part.keys.shape[2] for part in parts), max(part.n_heads for part in parts)
+        return State.joined([part.per_query_head(rows).widened(most) for part in parts])
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +256,19 @@ class Layer:
     def state(self) -> State | None:
         """The part of its recurrence; None without."""
         return next((part for part in self.parts if part.b_d is None), None)
+
+    def times(self, factor: float | Float[Tensor, " head"]) -> "Layer":
+        """The layer with its parts times a number, or times one for each head: of attention, then of a recurrence."""
+        if not isinstance(factor, Tensor):
+            return self.each(lambda part: part.times(factor))
+        n_attention = len(factor) - (0 if self.state is None else self.state.n_heads)
+        return self.each(lambda part: part.times(factor[n_attention:] if part.b_d is None else factor[:n_attention]))
+
+    @staticmethod
+    def joined(layers: Sequence["Layer"]) -> "Layer":
+        """The rows of all prompts of several biases' layers."""
+        parts = [type(of[0]).joined(of) for of in zip(*(layer.parts for layer in layers), strict=True)]
+        return Layer(tuple(parts), {name: torch.cat([layer.last[name] for layer in layers]) for name in layers[0].last})
 
     def with_state_of(self, other: "Layer") -> "Layer":
         """The layer with the part of the recurrence that another has."""
@@ -207,6 +307,12 @@ class Layer:
 
         last = {name: tensors.get(name if name == "conv" else f"last_{name}", x) for name, x in self.last.items()}
         return Layer(tuple(map(part_with, self.parts)), last)
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Whether no number is NaN or infinite."""
+    sums = [x.detach().sum() for x in tensors]  # a quarter of the time of looking at each; sums of finite numbers can overflow
+    return not sums or bool(torch.stack(sums).isfinite().all())
 
 
 def padded(tensors: Sequence[Tensor]) -> Tensor:

@@ -1,17 +1,8 @@
-"""How a bias is held: padded, in memory without most of the padding, and in a file without any.
+"""How a bias is stored: one safetensors file, with everything but tensors as JSON in its metadata, never pickle.
 
-Layers with fewer heads than others are filled up with zeros, and in ``b_KV`` all heads have as many virtual keys as the head
-with the most, padded with keys of weight 0. With unequal budgets a few heads need nearly every key of the prompt, and most need
-a few.
-
-**In memory** the heads of a layer are in two buckets, each as wide as its widest head. As wide as the widest of the model, all
-heads together took 10 to 18 times the keys that they were given; with two widths per layer it is 1.1 times (SmolLM2, at 10 and
-5 % of the keys). The rows of all layers and buckets lie in one tensor for each name, and a bucket of a layer is a view:
-
-    block [(batch,) head of the bucket, r of the bucket, (d)]
-
-**A file** has only the rows where a key is used. It is one safetensors file, with everything but tensors as JSON in its
-metadata, never pickle:
+Layers are stacked; those with fewer or smaller heads than others are filled up with zeros, and all heads have as many virtual
+keys as the head with the most. With unequal budgets a few heads need nearly every key of the prompt, and most need a few: the
+file has only the rows where a key is used,
 
     used [layer, (batch,) kv_head, r]          b_KV, b_D, keys, distance: the rows where ``used``, in its order
 
@@ -19,25 +10,27 @@ metadata, never pickle:
 """
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from kvlens.arguments import path_of
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, brief
 from kvlens.files import check_regular, parsed_json, write_atomically
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
-from kvlens.kv_bias.features import VirtualKeys, features_from
-from kvlens.kv_bias.fields import COUNTS, TENSORS, Fingerprint, recurrent_from
+from kvlens.kv_bias.features import features_from
+from kvlens.kv_bias.fields import COUNTS, Fingerprint
 from kvlens.kv_bias.fit import BiasFit, below
-from kvlens.kv_bias.layers import padded as padded
+from kvlens.kv_bias.layers import Features, Keys, Layer, State, padded
 
 B = TypeVar("B")
+SHIFTED = ("k", "v", "q")
+TENSORS = ("b_KV", "b_D", *(f"last_{x}" for x in SHIFTED))
 USED, DISTANCE = "used", "features.distance"
 RAGGED = {"b_KV": 1, "b_D": 0, "features.keys": 1, DISTANCE: 0}
 """The tensors that are packed, and how many axes follow the axis of the keys."""
@@ -88,120 +81,80 @@ def _of_heads(used: Tensor, like: Tensor, after: int) -> Tensor:
     return used.repeat_interleave(heads // used.shape[-2], dim=-2)
 
 
-MOST_STORED = 0.9
-"""The share of the padded rows up to which buckets are worth their second kernel call."""
+def stack_of(bias: Any) -> dict[str, Tensor]:
+    """The layers of a bias as a tensor for each name, without an axis of prompts for a single one."""
+    f, parts = bias.fingerprint, list(bias.attention)
+    rows = [layer.last for layer in bias.layers if layer.attention is not None]
+    alike = f.layers_differ and f.n_heads == f.n_kv_heads  # rows of key-value heads could not be told from query heads'
+    if parts and (alike or len({part.n_heads == heads for part, heads in zip(parts, _n_heads(f), strict=True)}) > 1):
+        parts = [part.per_query_head(n) for part, n in zip(parts, _n_heads(f), strict=True)]
+    if bias.kind == "virtual_keys":
+        parts = [part.widened(bias.d_phi) for part in parts]
+    found = {}
+    if parts:
+        found = {name: padded([getattr(part, name.lower()) for part in parts]) for name in ("b_KV", "b_D")}
+        found |= {f"last_{x}": padded([last[x] for last in rows]) for x in SHIFTED}
+    if parts and bias.kind is not None:
+        found["log_scale"] = padded([part.log_scale for part in parts])
+        every = [part.features.tensors() for part in parts]
+        found |= {f"features.{name}": padded([of[name] for of in every]) for name in every[0]}
+    if not parts:
+        found = _of_no_attention(bias)
+    elif bias.kind == "virtual_keys" and f.layers_differ:  # heads that a layer does not have get its last one's distances
+        heads = torch.arange(f.n_kv_heads)
+        of_heads = [part.distance[:, heads.clamp(max=part.n_kv_heads - 1).to(part.distance.device)] for part in parts]
+        found[DISTANCE] = torch.stack(of_heads)
+    recurrent = [layer for layer in bias.layers if layer.state is not None]
+    if recurrent:
+        found["recurrent.b_KV"] = padded([layer.state.b_kv for layer in recurrent])
+        found["recurrent.conv"] = padded([layer.last["conv"] for layer in recurrent])
+    shared = () if bias.kind in (None, "virtual_keys") else tuple(name for name in found if name.startswith("features."))
+    return {name: x[:, 0] if bias.single and name not in shared else x for name, x in found.items()}
 
 
-class Bucket(NamedTuple):
-    """Some key-value heads of a layer, in order, their width, and the first of their rows."""
-
-    heads: tuple[int, ...]
-    width: int
-    start: int
+def _n_heads(f: Fingerprint) -> list[int]:
+    return [f.heads[layer][0] for layer in f.attention_layers]
 
 
-@dataclass(frozen=True, eq=False)
-class KeyBuckets:
-    """The virtual keys of a bias by buckets.
-
-    Attributes:
-        layers: the buckets of each layer.
-        batch: the number of prompts; None for a single one.
-        d_phi: the width of the padded tensors.
-        rows: b_KV, b_D, keys and distances by their names in a file, [row, ...]; b_KV and b_D may have several rows for each of
-            the others, one per query head.
-    """
-
-    layers: tuple[tuple[Bucket, ...], ...]
-    batch: int | None
-    d_phi: int
-    rows: Mapping[str, Tensor]
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor], n_kv_heads: int) -> "KeyBuckets | None":
-        """The buckets of padded tensors; None where these are no more than little larger."""
-        if bool((tensors["b_D"] != 0).all()):
-            return None
-        used = used_keys(tensors["b_KV"], tensors["b_D"], n_kv_heads)
-        batch = used.shape[1] if used.dim() == 4 else None
-        counts = used.sum(dim=-1) if batch is None else used.sum(dim=-1).amax(dim=1)
-        layers, start = [], 0
-        for of_layer in counts.clamp(min=1).tolist():
-            layers.append(_in_two(of_layer, start, batch or 1))
-            start += sum((batch or 1) * len(bucket.heads) * bucket.width for bucket in layers[-1])
-        if start > MOST_STORED * used.numel():
-            return None
-        order = used.int().argsort(dim=-1, descending=True, stable=True)
-        rows = {name: _rows(tensors[name], order, layers, after) for name, after in RAGGED.items()}
-        return cls(tuple(layers), batch, used.shape[-1], rows)
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> "KeyBuckets":
-        """The same with ``change``, which keeps shapes, applied to the rows of every name."""
-        return replace(self, rows={name: change(rows) for name, rows in self.rows.items()})
-
-    def block(self, name: str, bucket: Bucket) -> Tensor:
-        """The rows of one bucket, a view: [(batch,) head, r, ...]."""
-        rows, several = self.rows[name], self._rows_per_key(name)
-        lead = () if self.batch is None else (self.batch,)
-        n = (self.batch or 1) * len(bucket.heads) * bucket.width
-        block = rows[bucket.start * several : (bucket.start + n) * several]
-        return block.view(*lead, len(bucket.heads) * several, bucket.width, *rows.shape[1:])
-
-    def whole(self, name: str, layer: int | None = None, narrow: bool = False) -> Tensor:
-        """Padded: [layer, (batch,) head, d_phi, ...], of all layers or of one; if ``narrow``, only as wide as its widest head.
-
-        Heads with fewer keys repeat their first, with weight 0.
-        """
-        layers = self.layers if layer is None else self.layers[layer : layer + 1]
-        width = max(bucket.width for buckets in layers for bucket in buckets) if narrow else self.d_phi
-        rows, several = self.rows[name], self._rows_per_key(name)
-        lead = () if self.batch is None else (self.batch,)
-        n_heads = several * sum(len(bucket.heads) for bucket in layers[0])
-        whole = rows.new_zeros(len(layers), *lead, n_heads, width, *rows.shape[1:])
-        for of_layer, buckets in zip(whole, layers, strict=True):
-            for bucket in buckets:
-                heads = [head * several + i for head in bucket.heads for i in range(several)]
-                block, rest = self.block(name, bucket), [slice(None)] * RAGGED[name]
-                of_layer[(..., heads, slice(bucket.width), *rest)] = block
-                if name not in ("b_KV", "b_D"):
-                    of_layer[(..., heads, slice(bucket.width, None), *rest)] = block.narrow(-1 - RAGGED[name], 0, 1)
-        return whole
-
-    def _rows_per_key(self, name: str) -> int:
-        return len(self.rows[name]) // len(self.rows[DISTANCE])
+def _of_no_attention(bias: Any) -> dict[str, Tensor]:
+    """The empty tensors of a model without attention, with as many virtual keys as the prompt has tokens."""
+    f, like, r = bias.fingerprint, bias._some, int(torch.as_tensor(bias.n_prompt_tokens).max())
+    lead, n, d = (0, bias.n_rows), f.n_kv_heads, f.d_head
+    sizes = {"b_KV": (n, r, d), "b_D": (n, r), "last_k": (0, n, d), "last_v": (0, n, d), "last_q": (0, f.n_heads, d)}
+    sizes |= {"log_scale": (n,), "features.keys": (n, r, f.d_key or d)}
+    found = {name: like.new_zeros(*lead, *size) for name, size in sizes.items()}
+    return {**found, DISTANCE: like.new_zeros(*lead, n, r, dtype=torch.long)}
 
 
-def fields_of_buckets(buckets: KeyBuckets, layer: int | None = None, narrow: bool = False) -> dict[str, Any]:
-    """The fields of a bias that buckets stand for, of all layers or of one: :meth:`KeyBuckets.whole`."""
-    b_kv, b_d, keys, distance = (buckets.whole(name, layer, narrow) for name in RAGGED)
-    return {"b_KV": b_kv, "b_D": b_d, "features": VirtualKeys(keys, distance)}
+def layers_of(f: Fingerprint, kind: str | None, numbers: Sequence[int], tensors: Mapping[str, Tensor]) -> tuple[Layer, ...]:
+    """The layers of a stack; ``numbers`` are those of the recurrent ones."""
+    single = tensors["b_KV"].dim() == 4
+    layers = [Layer() for _ in range(f.n_layers)]
 
+    def of(name: str, i: int, *sizes: int) -> Tensor:
+        x = tensors[name][i][None] if single else tensors[name][i]
+        cut: tuple[Any, ...] = (..., *map(slice, sizes))
+        return x[cut] if sizes else x
 
-def _in_two(counts: list[int], start: int, batch: int) -> tuple[Bucket, ...]:
-    """The heads of one layer in the two buckets that take the fewest rows, or in one, if that takes no more."""
-    by_count = sorted(range(len(counts)), key=counts.__getitem__)
-    n, most = len(counts), counts[by_count[-1]]
-    narrow = min(range(n), key=lambda i: (i * counts[by_count[i - 1]] if i else 0) + (n - i) * most)
-    buckets = []
-    for heads in filter(None, (by_count[:narrow], by_count[narrow:])):
-        buckets.append(Bucket(tuple(sorted(heads)), max(counts[head] for head in heads), start))
-        start += batch * len(heads) * buckets[-1].width
-    return tuple(buckets)
-
-
-def _rows(x: Tensor, order: Tensor, layers: list[tuple[Bucket, ...]], after: int) -> Tensor:
-    """The rows of all buckets of a padded tensor; ``order`` names the used keys of each head first."""
-    several, head_axis = x.shape[-2 - after] // order.shape[-2], -2 - after
-    blocks = []
-    for of_layer, first, buckets in zip(x, order, layers, strict=True):
-        by_head = of_layer.unflatten(head_axis, (-1, several))
-        for bucket in buckets:
-            heads = torch.tensor(bucket.heads, device=x.device)
-            index = first.index_select(-2, heads)[..., : bucket.width].unsqueeze(-2)
-            index = index if not after else index[..., None]
-            rows = torch.take_along_dim(by_head.index_select(head_axis - 1, heads), index, dim=-1 - after)
-            blocks.append(rows.reshape(-1, *x.shape[x.dim() - after :]))
-    return torch.cat(blocks)
+    by_query_head = tensors["b_KV"].shape[-3] == f.n_heads
+    for i, layer in enumerate(f.attention_layers):
+        n_heads, n_kv_heads, d_head, d_phi = f.heads[layer]
+        heads = n_heads if kind is None or by_query_head else n_kv_heads
+        r = d_phi if kind is None else tensors["b_KV"].shape[-2]
+        part: Any = State(of("b_KV", i, heads, r, d_head), of("b_D", i, heads, r))
+        if kind is not None:
+            d_key = f.d_key or d_head
+            own = {name: x[i] for name, x in below("features.", tensors).items()}
+            if kind == "virtual_keys":
+                own = {"keys": of("features.keys", i, n_kv_heads, r, d_key), "distance": of(DISTANCE, i, n_kv_heads, r)}
+            made = Keys if kind == "virtual_keys" else Features
+            part = made(part.b_kv, part.b_d, of("log_scale", i, n_kv_heads), features_from(kind, own, d_key))  # type: ignore[arg-type]
+        last = {x: of(f"last_{x}", i, n_heads if x == "q" else n_kv_heads, d_head) for x in SHIFTED}
+        layers[layer] = Layer((part,), last)
+    for i, layer in enumerate(numbers):
+        state = State(of("recurrent.b_KV", i), None)
+        layers[layer] = Layer((*layers[layer].parts, state), {**layers[layer].last, "conv": of("recurrent.conv", i)})
+    return tuple(layers)
 
 
 FORMAT_VERSION = 6
@@ -217,16 +170,16 @@ def write_bias_file(path: str | Path, bias: Any) -> None:
         KVLensError: the folder does not exist or cannot be written.
     """
     meta: dict[str, Any] = {name: as_numbers(getattr(bias, name)) for name in COUNTS}
-    whole = bias.padded()
-    tensors = whole.tensors()
-    if isinstance(whole.features, VirtualKeys) and not bias.fingerprint.layers_differ:
+    tensors = stack_of(bias)
+    if bias.kind == "virtual_keys" and not bias.fingerprint.layers_differ:
         tensors = without_unused_keys(tensors, bias.fingerprint.n_kv_heads)
-    if whole.features is not None:
-        meta |= {"features": whole.features.kind, "fit": None if bias.fit is None else bias.fit.to_json()}
+    if bias.kind is not None:
+        meta |= {"features": bias.kind, "fit": None if bias.fit is None else bias.fit.to_json()}
     if bias.fit is not None:
         tensors |= {f"fit.{name}": tensor for name, tensor in bias.fit.to_tensors().items()}
-    if bias.recurrent.layers:
-        meta["recurrent_layers"] = list(bias.recurrent.layers)
+    recurrent = [number for number, layer in enumerate(bias.layers) if layer.state is not None]
+    if recurrent:
+        meta["recurrent_layers"] = recurrent
     written = json.dumps({**meta, "fingerprint": bias.fingerprint.to_json()})
     metadata = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "kv_bias": written}
     write_atomically(path, checked_tensor_bytes(tensors, metadata))
@@ -263,15 +216,29 @@ def _fields(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) 
     if not isinstance(meta.get("features", ""), str) or not isinstance(meta.get("fit") or {}, dict):
         raise KVLensError(f"KVBias.load: {path} is damaged: its features or its record of a fit are of another kind")
     fingerprint = Fingerprint.from_json(meta["fingerprint"])
-    known: dict[str, Any] = {name: tensors[name] for name in TENSORS} | {"fingerprint": fingerprint}
+    known: dict[str, Any] = {"fingerprint": fingerprint, "single": tensors["b_KV"].dim() == 4, "record": None}
     known |= {name: torch.tensor(meta[name]) if isinstance(meta[name], list) else meta[name] for name in COUNTS}
-    if "features" in meta:
-        d_key = fingerprint.d_key or fingerprint.d_head
-        known["features"] = features_from(meta["features"], below("features.", tensors), d_key)
-        known["log_scale"] = tensors.get("log_scale")
     if meta.get("fit") is not None:
-        known["fit"] = BiasFit.read(meta["fit"], below("fit.", tensors))
-    return {**known, "recurrent": recurrent_from(meta.get("recurrent_layers", []), below("recurrent.", tensors))}
+        known["record"] = BiasFit.read(meta["fit"], below("fit.", tensors))
+    numbers = _recurrent(meta.get("recurrent_layers", []), below("recurrent.", tensors))
+    return {**known, "layers": layers_of(fingerprint, meta.get("features"), numbers, tensors)}
+
+
+def _recurrent(numbers: Any, tensors: Mapping[str, Tensor]) -> list[int]:
+    """The numbers of the recurrent layers.
+
+    Raises:
+        KVLensError: tensors are missing, or not of as many layers as there are numbers, or the numbers are none of layers.
+    """
+    listed = isinstance(numbers, list) and all(isinstance(layer, int) for layer in numbers)
+    known = listed and set(tensors) == ({"b_KV", "conv"} if numbers else set())
+    known = known and all(len(x) == len(numbers) for x in tensors.values())
+    if not known or list(numbers) != sorted({*numbers}) or min(numbers, default=0) < 0:
+        raise KVLensError(
+            "KVBias.load: recurrent layers are a list of numbers, ascending, and hold b_KV, conv; the file has "
+            f"{brief(numbers)} and {', '.join(sorted(tensors))}"
+        )
+    return list(numbers)
 
 
 def as_numbers(value: int | Tensor) -> int | list[int]:

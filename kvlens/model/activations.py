@@ -81,7 +81,7 @@ def heads_per_layer(model: KVModel) -> list[int]:
 
 
 def recurrent_layers(model: KVModel) -> tuple[int, ...]:
-    """The layers that keep a state (:class:`kvlens.kv_bias.RecurrentStates`), in Falcon-H1 next to keys."""
+    """The layers that keep a state (:class:`kvlens.kv_bias.State`), in Falcon-H1 next to keys."""
     return tuple(part.layer for layer in model.layers() for part in layer.parts if part.keeps_state)
 
 

@@ -98,7 +98,7 @@ def wants_gradients(model: Any, cache: TransformerLensKeyValueCache | None = Non
     bias = model.attached_kv_bias
     entries = [] if cache is None else cache.entries
     states = [entry.state.kv for entry in entries if isinstance(entry, LinearCacheEntry) and entry.state is not None]
-    wanted = bias is not None and bool(bias.requiring_grad())
+    wanted = bias is not None and any(x.requires_grad for x in bias.tensors().values())
     return wanted or any(x.requires_grad for x in (*model.parameters(), *states))
 
 

@@ -19,11 +19,11 @@ from kvlens.base import HookedTransformerConfig
 from kvlens.checks import Finite, Within, checked
 from kvlens.components import (
     KVBlock,
+    LayerBias,
     Normalizers,
     OffsetPosEmbed,
     SinusoidalPosEmbed,
     counted_by,
-    layer_bias_of,
     upgrade_cache,
 )
 from kvlens.errors import KVLensError, first_line
@@ -80,7 +80,6 @@ class HookedKVTransformer(LoadsAndSaves):
         self._attached: KVBias | None = None
         self._weights_then: WeightsThen | None = None  # when the bias was attached; None where nobody looks
         self._normalizers: Normalizers | None = None
-        self._spread_with_gradients: list[str] = []
         self._may_be_silent: tuple[tuple[str, Any], ...] = ()  # (hook point, function) asked for while no bias was attached
         self._thread = OneThread()
         self.rounded_from: tuple[str, str] | None = None  # (hash of the rounded weights, hash before rounding)
@@ -412,25 +411,18 @@ class HookedKVTransformer(LoadsAndSaves):
     @contextlib.contextmanager
     def _warns_of_the_bias(self) -> Iterator[None]:
         """Enclose a pass: warn, once, if the attached bias no longer fits the weights, or has normalizers below 0."""
-        if self._attached is not None and self._attached.requiring_grad() != self._spread_with_gradients:
-            self._spread(self._attached)
         normalizers = self._normalizers
         self._weights_then = look_again(self, self._attached, self._weights_then)
         yield
         if normalizers is not None:
             normalizers.tell()
 
-    @torch.enable_grad()
     def _spread(self, bias: KVBias | None) -> None:
-        """Attach ``bias``: give each layer its part, with gradients enabled even if it is attached under ``no_grad``.
-
-        The parts are views, which learn of what is written to the bias, but not that it is to have gradients since.
-        """
+        """Attach ``bias``: give each layer its part."""
         self._attached = bias
-        self._spread_with_gradients = [] if bias is None else bias.requiring_grad()
         self._normalizers = None if bias is None else Normalizers()
         for layer, block in enumerate(self.blocks):
-            block.attn.layer_bias = None if bias is None else layer_bias_of(bias, layer, block.attn.W_O.device)
+            block.attn.layer_bias = None if bias is None else LayerBias.of(bias, layer, block.attn.W_O.device)
             block.attn.normalizers = self._normalizers
         if isinstance(getattr(self, "pos_embed", None), (OffsetPosEmbed, SinusoidalPosEmbed)):
             self.pos_embed.position_offset = 0 if bias is None else bias.position_offset

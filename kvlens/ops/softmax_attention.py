@@ -20,13 +20,12 @@ Arguments of both forms, in this order:
 A query that sees no key gets z = 0 and log n = -inf.
 """
 
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvlens.checks import doors
@@ -391,41 +390,6 @@ class ExtraKeys(NamedTuple):
         return log_weights if self.by_distance is None else log_weights + self.by_distance.to(log_weights)
 
 
-class SomeHeads(NamedTuple):
-    """Some key-value heads of a layer, as an index of their axis, and how many they are."""
-
-    where: slice | Int[Tensor, " of_heads"]
-    n: int
-
-    @classmethod
-    def of(cls, heads: Sequence[int], device: torch.device) -> "SomeHeads":
-        """Heads that follow each other are a slice, which copies nothing."""
-        first, last = heads[0], heads[-1] + 1
-        where = slice(first, last) if last - first == len(heads) else torch.tensor(heads, device=device)
-        return cls(where, len(heads))
-
-    def among(self, x: Float[Tensor, "batch pos head *d"], n_kv_heads: int) -> Float[Tensor, "batch pos some_head *d"]:
-        """The rows of these key-value heads, or of the query heads that read them."""
-        return x.unflatten(2, (n_kv_heads, -1))[:, :, self.where].flatten(2, 3)
-
-
-def read_by_buckets(
-    read: Callable[..., Tensor], buckets: Sequence[tuple[SomeHeads | None, ExtraKeys]], n_kv_heads: int, *tensors: Tensor
-) -> Float[Tensor, "batch query head d_head"]:
-    """z of all heads from ``read(*tensors, extra=extra)`` of each bucket, whose tensors are those of its heads."""
-    (heads, extra), *others = buckets
-    if heads is None or not others:
-        return read(*tensors, extra=extra)
-    z = None
-    for heads, extra in buckets:
-        assert heads is not None
-        own = read(*(heads.among(x, n_kv_heads) for x in tensors), extra=extra).unflatten(2, (heads.n, -1))
-        z = own.new_empty(*own.shape[:2], n_kv_heads, *own.shape[3:]) if z is None else z
-        z[:, :, heads.where] = own
-    assert z is not None
-    return z.flatten(2, 3)
-
-
 def attend_with_extra_keys(
     q: Float[Tensor, "batch query head d_head"],
     k: Float[Tensor, "batch key kv_head d_head"],
@@ -462,22 +426,15 @@ def last_with_extra_keys(
     q: Float[Tensor, "batch 1 head d_head"],
     k: Float[Tensor, "batch key kv_head d_head"],
     v: Float[Tensor, "batch key kv_head d_head"],
-    buckets: Sequence[tuple[SomeHeads | None, ExtraKeys]],
+    extra: ExtraKeys,
     scale: float,
 ) -> Float[Tensor, "batch 1 head d_head"]:
-    """z of the text's last query, which sees every key of the text; for keys without a distance term, by buckets of heads."""
+    """z of the text's last query, which sees every key of the text; for keys without a distance term."""
     k, v = k.transpose(1, 2), v.transpose(1, 2)
     rows = q.reshape(len(q), k.shape[1], -1, q.shape[-1])  # the query heads of a key-value head are as several queries of one
-    z = torch.empty_like(rows)
-    for heads, extra in buckets:
-        where = slice(None) if heads is None else heads.where
-        keys, values = (
-            torch.cat([x.expand(len(q), -1, -1, -1), y[:, where]], dim=2) for x, y in ((extra.keys, k), (extra.values, v))
-        )
-        added = None
-        if extra.weighted:
-            added = F.pad(extra.log_weights[:, :, None], (0, k.shape[2])).to(q)
-        z[:, where] = F.scaled_dot_product_attention(rows[:, where], keys, values, added, scale=1 / scale)
+    keys, values = (torch.cat([x.expand(len(q), -1, -1, -1), y], dim=2) for x, y in ((extra.keys, k), (extra.values, v)))
+    added = F.pad(extra.log_weights[:, :, None], (0, k.shape[2])).to(q) if extra.weighted else None
+    z = F.scaled_dot_product_attention(rows, keys, values, added, scale=1 / scale)
     return z.reshape(q.shape)
 
 

@@ -68,7 +68,7 @@ def test_the_shares_sum_to_the_state(model):
     assert memory["token"][3] == str(int(tokens[3])) and memory["distance"][3] == N_PROMPT - 4
     last = memory[memory["distance"] == 0]
     assert abs(last["survival"] - 1).max() < 1e-9
-    states = convert_prompt(model, tokens).recurrent.b_KV
+    states = convert_prompt(model, tokens).stacked("state")
     for row, read in zip(states, read_memory(model, tokens), strict=True):
         assert relative_error(torch.einsum("phk,phv->hkv", read.carried_keys, read.values), row) < LAW
 
@@ -77,11 +77,11 @@ def test_erasure_is_what_becomes_of_the_earlier_state(model):
     earlier, prompt = some_tokens(7, seed=3), some_tokens(N_PROMPT)
     table = state_erasure(model, earlier, prompt)
     old = convert_prompt(model, earlier)
-    whole = convert_prompt(model, prompt, initial=old).recurrent.b_KV
+    whole = convert_prompt(model, prompt, initial=old).stacked("state")
     with model.kv_bias(old):
         memories = read_memory(model, prompt)
     written = torch.stack([torch.einsum("phk,phv->hkv", m.carried_keys, m.values) for m in memories])
-    sizes = old.recurrent.b_KV.norm(dim=(2, 3))
+    sizes = old.stacked("state").norm(dim=(2, 3))
     left, earlier_norm = (torch.tensor(table[name].to_numpy()).view(2, -1) for name in ("left", "earlier_norm"))
     assert relative_error(left, (whole - written).norm(dim=(2, 3)) / sizes) < LAW
     assert relative_error(earlier_norm, sizes) < LAW

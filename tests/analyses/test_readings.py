@@ -2,7 +2,6 @@
 exact to rounding is what the model's own pass is in its dtype, at any length."""
 
 import math
-from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -20,6 +19,7 @@ from analysis_models import (
 from kvlens.analyses.predictions import text_logits
 from kvlens.analyses.readings import SAMPLE, rounding_error
 from small_models import sharp
+from stacked_tensors import with_stacked
 from tiny_text_model import tiny_text_model
 
 from kvlens import HookedKVTransformer, convert_prompt, counterfactuals
@@ -173,7 +173,7 @@ def test_a_conversion_is_exact_and_one_part_in_100_000_is_not(name, dtype, seed)
     bias = convert_prompt(model, prompt)
     assert verdict(model, prompt, text, bias)
     off = {torch.float32: 1e-4, torch.float64: 1e-9}[dtype]  # a hundred times and more what rounding makes
-    assert not verdict(model, prompt, text, replace(bias, b_KV=(1 + off) * bias.b_KV))
+    assert not verdict(model, prompt, text, with_stacked(bias, b_kv=(1 + off) * bias.stacked("b_kv")))
 
 
 def test_the_verdict_does_not_depend_on_the_length():
@@ -183,7 +183,7 @@ def test_the_verdict_does_not_depend_on_the_length():
         bias = convert_prompt(model, prompt)
         assert rounding_error(model, prompt, text) < 1e-6  # a bound that grows with the text is above this from 4 tokens on
         assert verdict(model, prompt, text, bias)
-        assert not verdict(model, prompt, text, replace(bias, b_KV=(1 + 1e-4) * bias.b_KV))
+        assert not verdict(model, prompt, text, with_stacked(bias, b_kv=(1 + 1e-4) * bias.stacked("b_kv")))
 
 
 def test_in_bfloat16_a_conversion_is_exact_and_a_lost_prompt_is_not():

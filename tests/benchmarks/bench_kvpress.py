@@ -64,9 +64,9 @@ def kept_here(seed: int, folder: Path) -> Kept:
     found = {}
     for method in [*methods, H2O(recent=0.0, **options)]:
         bias = convert_prompt(model, prompt_of(seed), method=method, verbose=False)
-        positions = N_TOKENS - bias.features.distance  # type: ignore[union-attr]
         found[method.name] = [
-            [sorted(positions[layer, head][bias.b_D[layer, head] != 0].tolist()) for head in range(3)] for layer in range(3)
+            [sorted((N_TOKENS - part.distance[0, head][part.used[0, head]]).tolist()) for head in range(3)]
+            for part in bias.attention
         ]
     return found
 

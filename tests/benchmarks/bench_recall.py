@@ -181,7 +181,7 @@ def studied(model: Any, whole: kvlens.KVBias, n: int) -> Texts:
     """What the model answers to :data:`STUDY` about the document, 64 tokens sampled at temperature 1, ``n`` times each."""
     generator, texts = torch.Generator().manual_seed(0), []
     for words in STUDY:
-        lead = torch.tensor(turn(model, words), device=whole.b_KV.device).expand(n, -1)
+        lead = torch.tensor(turn(model, words), device=whole.device).expand(n, -1)
         with model.holding(rows_of(whole, torch.zeros(n, dtype=torch.long))):
             answer = sampled_text(model, *model.next_logits(lead, None), 64, generator)
         texts.append(torch.cat([lead, answer], dim=1)[None])

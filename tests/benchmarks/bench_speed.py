@@ -278,7 +278,8 @@ def convert(run: Run) -> None:
     model = HookedKVTransformer.from_zoo("docs-linear").requires_grad_(False)
     tokens = run.tokens(1, long, model.cfg.d_vocab)[0]
     whole, in_two = convert_prompt(model, tokens[:2000]), convert_prompt(model, tokens[:1200])
-    check_close(convert_prompt(model, tokens[1200:2000], initial=in_two).b_KV, whole.b_KV, 1e-4, "conversion")
+    in_two = convert_prompt(model, tokens[1200:2000], initial=in_two)
+    check_close(in_two.stacked("b_kv"), whole.stacked("b_kv"), 1e-4, "conversion")
     gc.collect()
     now = CLOCKS[run.clock]
     stretches: list[tuple[float, float]] = []  # (fraction of the text, seconds) up to each stop

@@ -77,7 +77,7 @@ def vectors(model: Any, trait: str, layer: int) -> tuple[Tensor, Tensor]:
         for prompt in prompts(model, system, QUESTIONS[:LEARNED]):
             name = f"blocks.{layer}.hook_resid_post"
             streams.append(model.run_with_cache(prompt[None], names_filter=name)[1][name][0, -1])
-            values.append(convert_prompt(model, prompt).b_KV[..., -1, :])
+            values.append(convert_prompt(model, prompt).stacked("b_kv")[..., -1, :])
         found.append([torch.stack(each).mean(dim=0) for each in (streams, values)])
     (stream, value), (other_stream, other_value) = found
     return stream - other_stream, value - other_value
@@ -114,9 +114,10 @@ class Steered:
 
 def with_values(bias: KVBias, step: Tensor) -> KVBias:
     """The last token's values, and nothing else, moved by a step."""
-    b_KV = bias.b_KV.clone()
-    b_KV[..., -1, :] += step
-    return replace(bias, b_KV=b_KV)
+    parts = [replace(part, b_kv=part.b_kv.clone()) for part in bias.attention]
+    for part, of_layer in zip(parts, step, strict=True):
+        part.b_kv[:, :, -1] += of_layer
+    return bias.with_attention(parts)
 
 
 def random_like(x: Tensor, generator: torch.Generator) -> Tensor:

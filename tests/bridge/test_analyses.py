@@ -10,6 +10,7 @@ import torch
 from bridge_models import place_of, some_tokens
 from pandas.testing import assert_frame_equal
 from precision import LAW, relative_error
+from stacked_tensors import layers_with_state
 from tiny_hf import tiny_hf_model
 
 from kvlens import KVLensError, KVTransformerBridge, convert_prompt
@@ -50,7 +51,7 @@ def test_an_ablation_of_everything_is_the_text_alone(model):
     expected = float((whole.exp() * (whole - zero)).sum(dim=-1).mean())
     assert abs(table["kl"][0] - expected) < LAW and expected > 1e-3  # it matters
     each = an.bias_effects(model, PROMPT, TEXT, by="head", methods=("baseline",))
-    n_convolutions = 0 if bias.recurrent is None else len(bias.recurrent.layers)
+    n_convolutions = len(layers_with_state(bias))
     assert (each["head"] == -1).sum() == n_convolutions == (each["part"] == "shift_state").sum()
 
 

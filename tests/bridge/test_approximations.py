@@ -1,6 +1,5 @@
 """Approximate conversions on the bridge: the fits of the other front end, and the same laws in every family of attention."""
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -74,12 +73,13 @@ def test_both_front_ends_fit_the_same_bias(family, method, both_of, monkeypatch)
     monkeypatch.setattr("kvlens.conversion.features.STEPS", 20)
     theirs, ours = (convert_prompt(model, PROMPT, method=method, verbose=False) for model in both_of(family))
     assert theirs.fit.settings == ours.fit.settings and torch.equal(theirs.fit.n_keys, ours.fit.n_keys)
-    pairs = {name: (getattr(theirs, name), getattr(ours, name)) for name in ("b_KV", "b_D", "log_scale")}
-    pairs |= {name: (x, ours.features.tensors()[name]) for name, x in theirs.features.tensors().items()}
+    part = theirs.attention[0]
+    names = {**part.tensors(), **part.features.tensors()}
+    pairs = {name: (theirs.stacked(name), ours.stacked(name)) for name in names}
     pairs |= {name: (getattr(theirs.fit, name), getattr(ours.fit, name)) for name in ("head_output_error", "mass_error")}
     pairs["logits"] = theirs.fit.answers.logits_error, ours.fit.answers.logits_error
     for name, (a, b) in pairs.items():
-        assert relative_error(b, a) < (FITTED if method.fits_on_text and name in ("b_KV", "b_D") else LAW), name
+        assert relative_error(b, a) < (FITTED if method.fits_on_text and name in ("b_kv", "b_d") else LAW), name
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *slow(REST)], scope="module")
@@ -92,8 +92,8 @@ def test_the_queries_and_the_rule_are_those_of_the_scores(model):
     n, positions = TEXT.shape[1], torch.arange(TEXT.shape[1])[None]
     assert len(read) == len(keys) == len(attention_parts(model)) > 0
     for layer, (part, (q, _, log_n)) in enumerate(zip(attention_parts(model), read, strict=True)):
-        rule, whole = part.score_rule(), bias.features
-        of_bias = virtual_key_scores(q, whole.keys[layer][None], rule, whole.distance[layer][None], positions)
+        rule, whole = part.score_rule(), bias.attention[layer]
+        of_bias = virtual_key_scores(q, whole.keys, rule, whole.distance, positions)
         of_text = virtual_key_scores(q, keys[layer], rule._replace(window=None))
         apart = positions[0][:, None] - positions[0]
         unseen = (apart < 0) | (apart >= (rule.window or n))
@@ -108,7 +108,8 @@ def test_more_fitted_keys_are_nearer_to_the_prompt_and_all_of_them_are_exact(mod
     at = dict(n_continuations=16, continuation_length=5, n_held_out=1)
     exact = convert_prompt(model, PROMPT)
     found = {r: convert_prompt(model, PROMPT, method=Landmark(n_keys=r, **at)) for r in (2, 8, 20)}
-    assert torch.equal(found[20].b_KV, exact.b_KV) and torch.equal(found[20].features.keys, exact.features.keys)
+    for name in ("b_kv", "keys"):
+        assert torch.equal(found[20].stacked(name), exact.stacked(name))
     without = convert_prompt(model, PROMPT, method=StreamingLLM(n_keys=8, n_sink=1, **at))
     unfitted = convert_prompt(model, PROMPT, method=Landmark(n_keys=8, fitted=False, **at))
     errors = {r: error(model, bias) for r, bias in found.items()}
@@ -123,7 +124,7 @@ def test_features_that_are_not_keys_are_read_and_stored(model, tmp_path, monkeyp
     """In the dimension of keys, which in latent attention is not that of values."""
     monkeypatch.setattr("kvlens.conversion.features.STEPS", 60)
     exact = convert_prompt(model, PROMPT)
-    dropped = error(model, replace(exact, b_KV=0 * exact.b_KV, b_D=0 * exact.b_D))
+    dropped = error(model, exact.map_layers(lambda layer: layer.of_attention(lambda part: part.times(0.0))))
     for method in (RandomProjections(n_features=1000, **FEW), Learned(n_features=16, **FEW), TaylorPolynomial(**FEW)):
         bias = convert_prompt(model, PROMPT, method=method, verbose=False)
         assert error(model, bias) < 0.5 * dropped

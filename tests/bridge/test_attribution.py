@@ -12,6 +12,7 @@ from kvlens.analyses.attribution.terms import PositionExchange, Terms, hidden_fr
 from kvlens.analyses.bias.exchange import ExchangedPart, HeadExchange, LayerExchange, exchangeable, in_one_space
 from pandas.testing import assert_frame_equal
 from precision import LAW, relative_error
+from stacked_tensors import layers_with_state
 
 from kvlens import KVLensError, convert_prompt, counterfactuals, explain
 from kvlens.analyses import attribution_by_edge, attribution_by_head, attribution_by_position, prompt_attribution
@@ -134,7 +135,7 @@ def test_the_parts_of_all_heads_are_the_whole_bias(model):
     units = prompt_attribution(model, PROMPT, TEXT, by=UNITS, answer=5)
     heads = attribution_by_head(model, PROMPT, TEXT, by=UNITS, answer=5)
     bias = convert_prompt(model, PROMPT)
-    n_convolutions = 0 if bias.recurrent is None else len(bias.recurrent.layers)
+    n_convolutions = len(layers_with_state(bias))
     per_unit = heads[heads["unit"] == 0]
     assert len(per_unit) == sum(bias.n_heads_of(layer) for layer in range(3)) + n_convolutions
     assert (per_unit["head"] == -1).sum() == n_convolutions
@@ -154,10 +155,10 @@ def test_a_part_of_a_layer_with_attention_and_state_is_exchanged_by_itself(bridg
     _, swap, _ = swaps(question, [HeadExchange(own, donor)])
     fall = dict(zip(exchangeable(own), swap.tolist(), strict=True))
     given = {
-        "attn.hook_b_kv": donor.b_KV[layer, None],
-        "attn.hook_b_d": donor.b_D[layer, None],
-        "mamba.hook_b_kv": donor.recurrent.b_KV[layer, None],
-        "mamba.hook_conv_state": donor.recurrent.conv[layer, None],
+        "attn.hook_b_kv": donor.stacked("b_kv")[layer, None],
+        "attn.hook_b_d": donor.stacked("b_d")[layer, None],
+        "mamba.hook_b_kv": donor.stacked("state")[layer, None],
+        "mamba.hook_conv_state": donor.stacked("conv")[layer, None],
     }
 
     def score(*replaced):
@@ -203,18 +204,18 @@ def test_a_state_without_a_unit_is_that_of_a_prompt_whose_values_are_zero_there(
     state, _ = place_of(model, 0, heads_per_layer(model)[0] - 1)
     zeroed = convert_prompt(model, PROMPT, fwd_hooks=[(f"{state}hook_v", zero)])  # layer 0: its inputs stay
     hidden = next(hidden_from_text(model, PROMPT, gone))
-    assert relative_error(hidden.recurrent.b_KV[0, 0], zeroed.recurrent.b_KV[0]) < LAW
-    n_hidden = (gone[0, -bias.recurrent.conv.shape[1] :]).sum()
-    changed = (hidden.recurrent.conv[:, 0] != bias.recurrent.conv).any(dim=-1)
+    assert relative_error(hidden.stacked("state")[0, 0], zeroed.stacked("state")[0]) < LAW
+    n_hidden = (gone[0, -bias.stacked("conv").shape[1] :]).sum()
+    changed = (hidden.stacked("conv")[:, 0] != bias.stacked("conv")).any(dim=-1)
     assert n_hidden == 2 and (changed.sum(dim=1) == n_hidden).all()  # rows of tokens 8 and 9 of 8, 9, 10
-    assert relative_error(hidden.recurrent.b_KV[0, 0], bias.recurrent.b_KV[0]) > 1e-6  # the tokens matter
+    assert relative_error(hidden.stacked("state")[0, 0], bias.stacked("state")[0]) > 1e-6  # the tokens matter
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "olmo_hybrid", "falcon_h1"])
 def test_terms_of_a_counterfactual_prompt_add_up_to_its_states(family, bridge_of):
     model = bridge_of(family)
     other = counterfactuals(model, PROMPT, [[(3, 7)]])
-    states = convert_prompt(model, other).recurrent.b_KV
+    states = convert_prompt(model, other).stacked("state")
     terms = state_terms(model, other)
     total = terms.of(torch.ones(1, len(PROMPT), dtype=torch.bool))
     assert relative_error(total, states) < LAW

@@ -13,6 +13,7 @@ import pytest
 import torch
 from bridge_models import FAMILIES, LIKE_THE_OTHERS, N_PROMPT, N_TEXT, PROMPT, TEXT, greedy_error, some_tokens
 from precision import LAW, relative_error
+from stacked_tensors import layers_with_state, with_stacked
 from tiny_hf import D_VOCAB, N_CTX, PURELY_RECURRENT, WINDOW, tiny_hf_model
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
@@ -23,7 +24,7 @@ from kvlens.bridge import read_memory
 from kvlens.bridge.native import NATIVE_POINTS
 from kvlens.bridge.softmax import BETWEEN, HOOKS, SoftmaxLayer
 from kvlens.components import LayerBias
-from kvlens.kv_bias import VirtualKeys
+from kvlens.kv_bias import Keys
 from kvlens.model import KVModel, heads_per_layer, recurrent_layers
 from kvlens.ops.softmax_features import ScoreRule
 
@@ -42,7 +43,7 @@ def family(request):
 def test_converted_equals_prompted(model):
     whole = model(BOTH)[:, N_PROMPT:]
     bias = convert_prompt(model, PROMPT)
-    assert type(bias) is KVBias and isinstance(bias.features, VirtualKeys) and isinstance(model, KVModel)
+    assert type(bias) is KVBias and {type(part) for part in bias.attention} == {Keys} and isinstance(model, KVModel)
     with model.kv_bias(bias):
         converted = model(TEXT)
     assert relative_error(converted, whole) < LAW
@@ -55,17 +56,12 @@ def test_one_head_that_is_off_by_one_in_a_hundred_million_is_seen(family, bridge
     model = bridge_of(family)
     whole, bias = model(BOTH)[:, N_PROMPT:], convert_prompt(model, PROMPT)
 
-    def off(b_KV, head):
-        b_KV = b_KV.clone()
-        b_KV[0, :, head] *= 1 + 1e-8
-        return b_KV
-
-    faults = [replace(bias, b_KV=off(bias.b_KV, head)) for head in range(bias.b_KV.shape[2])]
-    states = bias.recurrent
-    faults += [replace(bias, recurrent=replace(states, b_KV=off(states.b_KV, head))) for head in range(states.b_KV.shape[2])]
-    for fault in faults:
-        with model.kv_bias(fault):
-            assert relative_error(model(TEXT), whole) > LAW
+    for name in ("b_kv", "state") if layers_with_state(bias) else ("b_kv",):
+        for head in range(bias.stacked(name).shape[2]):
+            numbers = bias.stacked(name)
+            numbers[0, :, head] *= 1 + 1e-8
+            with model.kv_bias(with_stacked(bias, **{name: numbers})):
+                assert relative_error(model(TEXT), whole) > LAW
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *PURELY_RECURRENT])
@@ -98,7 +94,7 @@ def test_keys_outside_a_window_are_not_scored(bridge_of):
 def test_a_then_b_is_the_concatenation(model):
     whole = convert_prompt(model, PROMPT)
     both = convert_prompt(model, PROMPT[:, 5:], initial=convert_prompt(model, PROMPT[:, :5]))
-    assert torch.equal(both.features.distance, whole.features.distance)
+    assert torch.equal(both.stacked("distance"), whole.stacked("distance"))
     assert both.n_prompt_tokens == N_PROMPT and both.position_offset == N_PROMPT
     with model.kv_bias(whole):
         expected = model(TEXT)
@@ -233,11 +229,11 @@ def test_short_convolutions_leave_their_last_inputs():
     cache = plain(PROMPT, use_cache=True).past_key_values
     model = KVTransformerBridge.boot_transformers(plain)
     bias = convert_prompt(model, PROMPT)
-    assert bias.attention_layers == (1,) and bias.recurrent.layers == (0, 2) and heads_per_layer(model) == [0, 6, 0]
-    assert bias.recurrent.b_KV.shape == (2, 2, 0, 1, 1) and bias.recurrent.conv.shape == (2, 2, 3, 24)
+    assert bias.attention_layers == (1,) and layers_with_state(bias) == (0, 2) and heads_per_layer(model) == [0, 6, 0]
+    assert bias.stacked("state").shape == (2, 2, 0, 1, 1) and bias.stacked("conv").shape == (2, 2, 3, 24)
     assert "1 layers x 6 heads" in repr(bias) and "2 short convolutions" in repr(bias)
     for row, layer in enumerate((0, 2)):
-        assert relative_error(bias.recurrent.conv[row], cache.layers[layer].conv_states[0][..., -3:].transpose(1, 2)) < LAW
+        assert relative_error(bias.stacked("conv")[row], cache.layers[layer].conv_states[0][..., -3:].transpose(1, 2)) < LAW
     with model.kv_bias(bias):
         whole = model(TEXT)
         without = model.run_with_hooks(TEXT, fwd_hooks=[("blocks.0.attn.hook_conv_state", lambda x, hook: 0 * x)])
@@ -267,7 +263,7 @@ def test_bad_input_of_another_model_or_kind_is_refused(bridge_of):
         llama.attach_kv_bias(bias)
     hooked = replace(bias.fingerprint, rest=bias.fingerprint.rest.replace("TransformerBridge", "HookedKVTransformer"))
     with pytest.raises(KVLensError, match="with a HookedKVTransformer.*convert the prompt again with this GPT2LMHeadModel"):
-        gpt2.attach_kv_bias(replace(bias, fingerprint=hooked))
+        gpt2.attach_kv_bias(replace(bias, fingerprint=hooked, record=None))
 
 
 def test_bad_input_of_another_window_or_rotary_positions_that_grow_is_refused(bridge_of):

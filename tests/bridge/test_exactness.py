@@ -1,12 +1,11 @@
 """Precision on the bridge: in float32 and in half precision a converted prompt is as exact as Transformers' own cache."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from bridge_models import FAMILIES, LIKE_THE_OTHERS, PROMPT, TEXT, some_tokens
 from exactness import logits_of, models_of
 from precision import relative_error, share
+from stacked_tensors import with_stacked
 from tiny_hf import tiny_hf_model
 
 from kvlens import KVTransformerBridge, convert_prompt
@@ -52,7 +51,7 @@ def test_states_beyond_half_precision_are_read_in_float32(family):
     logits = []
     for model in (KVTransformerBridge.boot_transformers(tiny_hf_model(family).half().float(), verify=False), models.bridge):
         bias = convert_prompt(model, PROMPT)
-        with model.kv_bias(replace(bias, recurrent=replace(bias.recurrent, b_KV=1e6 * bias.recurrent.b_KV.float()))):
+        with model.kv_bias(with_stacked(bias, state=1e6 * bias.stacked("state").float())):
             logits.append(model(TEXT))
     assert logits[1].dtype == torch.float16 and logits[1].isfinite().all()
     theirs = logits_of(models, 0, padded=False)

@@ -156,7 +156,7 @@ def test_compatibility_mode_gives_the_names_shapes_and_values_of_release_3(famil
     for name in (name for name in theirs if OTHER_POINTS.get(family, "nothing") not in name):
         assert relative_error(seen[name], theirs[name]) < LAW, name
     bias = convert_prompt(model, PROMPT)
-    assert relative_error(bias.b_KV, convert_prompt(hooked, PROMPT).b_KV) < LAW
+    assert relative_error(bias.stacked("b_kv"), convert_prompt(hooked, PROMPT).stacked("b_kv")) < LAW
     with model.kv_bias(bias):
         assert relative_error(model(TEXT[None]), logits[:, len(PROMPT) :]) < LAW
     with pytest.raises(KVLensError, match="'weights_processed false' for the bias, 'weights_processed true' for the model"):

@@ -2,13 +2,13 @@
 
 import copy
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 from bridge_models import N_PROMPT, N_TEXT, PROMPT, TEXT, some_tokens
 from kvlens.analyses.bias.exchange import baseline_of
 from precision import LAW, relative_error
+from stacked_tensors import layers_with_state, with_stacked
 from tiny_hf import HYBRIDS, PURELY_RECURRENT, tiny_hf_model
 
 from kvlens import KVBias, KVLensError, KVTransformerBridge, combine, convert_prompt
@@ -38,10 +38,11 @@ def test_layers_of_both_kinds(model):
     n_kv_heads, d_head, d_key = {"kimi_linear": (6, 5, 7), **dict.fromkeys(MAMBA_2, (3, 4, 4))}.get(kind, (3, 8, 8))
     n_heads, d_k, d_v, *conv = STATES.get(kind, (4, 6, 5, 3, 2 * 2 * 6 + 4 * 5))
     assert bias.n_layers == (5 if kind == "nemotron_h" else 3)
-    assert bias.attention_layers == (1,) and bias.recurrent.layers == (0, 2)
-    assert bias.b_KV.shape == (1, 2, n_kv_heads, N_PROMPT, d_head) and bias.recurrent.b_KV.shape == (2, 2, n_heads, d_k, d_v)
-    assert bias.features.keys.shape == (1, 2, n_kv_heads, N_PROMPT, d_key)
-    assert bias.recurrent.conv.shape == (2, 2, *conv)
+    assert bias.attention_layers == (1,) and layers_with_state(bias) == (0, 2)
+    assert bias.stacked("b_kv").shape == (1, 2, n_kv_heads, N_PROMPT, d_head)
+    assert bias.stacked("state").shape == (2, 2, n_heads, d_k, d_v)
+    assert bias.stacked("keys").shape == (1, 2, n_kv_heads, N_PROMPT, d_key)
+    assert bias.stacked("conv").shape == (2, 2, *conv)
     assert bias.num_parameters == 2 * (N_PROMPT * n_kv_heads * (d_head + 1 + d_key) + 2 * n_heads * d_k * d_v)
     assert "1 layers x 6 heads" in repr(bias) and f"2 recurrent layers x {n_heads} heads, {d_k} x {d_v}" in repr(bias)
 
@@ -49,15 +50,15 @@ def test_layers_of_both_kinds(model):
 def test_the_states_are_those_of_transformers_cache(model):
     bias = convert_prompt(model, PROMPT)
     cache = model.original_model(PROMPT, use_cache=True).past_key_values
-    for row, layer in enumerate(bias.recurrent.layers):
+    for row, layer in enumerate(layers_with_state(bias)):
         if model.original_model.config.model_type == "minimax":
-            assert relative_error(bias.recurrent.b_KV[row], cache.linear_cache[layer]) < LAW
+            assert relative_error(bias.stacked("state")[row], cache.linear_cache[layer]) < LAW
             continue
         state = cache.layers[layer].recurrent_states[0]
         kind = model.original_model.config.model_type
         state = state.mT if kind in MAMBA_2 else state[..., None] if kind == "jamba" else state  # stored transposed, or flat
-        assert relative_error(bias.recurrent.b_KV[row], state) < LAW
-        assert relative_error(bias.recurrent.conv[row], cache.layers[layer].conv_states[0][..., -3:].transpose(1, 2)) < LAW
+        assert relative_error(bias.stacked("state")[row], state) < LAW
+        assert relative_error(bias.stacked("conv")[row], cache.layers[layer].conv_states[0][..., -3:].transpose(1, 2)) < LAW
 
 
 def test_without_a_cache_nothing_attached_is_transformers(model):
@@ -67,11 +68,11 @@ def test_without_a_cache_nothing_attached_is_transformers(model):
 def test_hooks_within_the_prompts_pass_reach_the_state(model):
     """What a hook makes of the old state is what the new one continues from."""
     first = convert_prompt(model, PROMPT[:, :5])
-    halved = [(f"blocks.{layer}.attn.hook_b_kv", lambda b, hook: 0.5 * b) for layer in first.recurrent.layers]
+    halved = [(f"blocks.{layer}.attn.hook_b_kv", lambda b, hook: 0.5 * b) for layer in layers_with_state(first)]
     hooked = convert_prompt(model, PROMPT[:, 5:], initial=first, fwd_hooks=halved)
-    states = replace(first.recurrent, b_KV=0.5 * first.recurrent.b_KV)
-    expected = convert_prompt(model, PROMPT[:, 5:], initial=replace(first, recurrent=states))
-    assert relative_error(hooked.recurrent.b_KV, expected.recurrent.b_KV) < LAW
+    half = with_stacked(first, state=0.5 * first.stacked("state"))
+    expected = convert_prompt(model, PROMPT[:, 5:], initial=half)
+    assert relative_error(hooked.stacked("state"), expected.stacked("state")) < LAW
 
 
 def test_hooks_fire_at_every_pass_and_ablation_is_no_bias(model):
@@ -120,17 +121,17 @@ def test_the_convolution_is_replaced_with_all_heads_of_its_layer(bridge_of):
     """baseline_ablation, against biases put together by hand."""
     model = bridge_of("qwen3_5")
     prompt, text = torch.cat([torch.zeros(1, dtype=torch.long), some_tokens(10)]), some_tokens(6, seed=1)
-    bias, baseline = convert_prompt(model, prompt), baseline_of(model, prompt).recurrent
-    b_kv, conv = bias.recurrent.b_KV, bias.recurrent.conv
-    one, every, other_conv = b_kv.clone(), b_kv.clone(), conv.clone()
-    one[0, 1], every[0], other_conv[0] = baseline.b_KV[0, 0, 1], baseline.b_KV[0, 0], baseline.conv[0, 0]
+    bias, baseline = convert_prompt(model, prompt), baseline_of(model, prompt)
+    one, every, conv = bias.stacked("state"), bias.stacked("state"), bias.stacked("conv")
+    state = baseline.layers[0].state.b_kv[0]
+    one[0, 1], every[0], conv[0] = state[1], state, baseline.layers[0].last["conv"][0]
 
-    def log_p(recurrent):
-        with model.kv_bias(replace(bias, recurrent=recurrent)):
+    def log_p(bias):
+        with model.kv_bias(bias):
             return model(text[None])[0].double().log_softmax(-1)
 
-    own, expected = log_p(bias.recurrent), []
-    for by_hand in (replace(bias.recurrent, b_KV=one), replace(bias.recurrent, b_KV=every, conv=other_conv)):
+    own, expected = log_p(bias), []
+    for by_hand in (with_stacked(bias, state=one), with_stacked(bias, state=every, conv=conv)):
         expected.append(float((own.exp() * (own - log_p(by_hand))).sum(-1).mean()))
     table = baseline_ablation(model, prompt, text, [[(0, 1)], [(0, head) for head in range(4)]])
     assert 0.05 < expected[0] < expected[1]
@@ -140,24 +141,25 @@ def test_the_convolution_is_replaced_with_all_heads_of_its_layer(bridge_of):
 def test_arithmetic_selection_and_files(model, tmp_path):
     a, b = convert_prompt(model, PROMPT), convert_prompt(model, some_tokens(2, N_PROMPT, seed=2))
     total = a + 0.5 * b
-    assert relative_error(total.recurrent.b_KV, a.recurrent.b_KV + 0.5 * b.recurrent.b_KV) < LAW
-    assert torch.equal(total.recurrent.conv, b.recurrent.conv) and torch.equal((a - b).recurrent.conv, a.recurrent.conv)
-    if a.recurrent.conv.numel():
-        with pytest.raises(KVLensError, match="recurrent.conv, the convolution's inputs, differs"):
+    assert relative_error(total.stacked("state"), a.stacked("state") + 0.5 * b.stacked("state")) < LAW
+    assert torch.equal(total.stacked("conv"), b.stacked("conv")) and torch.equal((a - b).stacked("conv"), a.stacked("conv"))
+    if a.stacked("conv").numel():
+        with pytest.raises(KVLensError, match="conv, the convolution's inputs, differs"):
             combine(a, b)
-    assert not combine(a, b, shift_state="zero").recurrent.conv.any()
-    heads = a.recurrent.n_heads
+    assert not combine(a, b, shift_state="zero").stacked("conv").any()
+    heads = a.layers[0].state.n_heads
     one = a.select(layers=[1], heads=[(2, 2)])
     others = [head for head in range(heads) if head != 2]
-    assert torch.equal(one.recurrent.b_KV[1, :, 2], a.recurrent.b_KV[1, :, 2]) and not one.recurrent.b_KV[:, :, others].any()
-    assert torch.equal(one.b_KV, a.per_query_head().b_KV) and torch.equal(one.recurrent.conv, a.recurrent.conv)
+    state, whole = one.stacked("state"), a.per_query_head()
+    assert torch.equal(state[1, :, 2], a.stacked("state")[1, :, 2]) and not state[:, :, others].any()
+    assert torch.equal(one.stacked("b_kv"), whole.stacked("b_kv")) and torch.equal(one.stacked("conv"), a.stacked("conv"))
     rest = a.select(layers=[0], heads=[(2, head) for head in others])
-    assert torch.equal(one.recurrent.b_KV + rest.recurrent.b_KV, a.recurrent.b_KV)
+    assert torch.equal(state + rest.stacked("state"), a.stacked("state"))
     with pytest.raises(KVLensError, match=f"head {heads} does not exist; there are {heads}"):
         a.select(heads=[(0, heads)])
     a.save(tmp_path / "bias.safetensors")
     read = KVBias.load(tmp_path / "bias.safetensors")
-    assert read.recurrent.layers == (0, 2) and read.fingerprint == a.fingerprint
+    assert layers_with_state(read) == (0, 2) and read.fingerprint == a.fingerprint
     with model.kv_bias(a):
         expected = model(TEXT)
     with model.kv_bias(read):
@@ -166,7 +168,7 @@ def test_arithmetic_selection_and_files(model, tmp_path):
         assert relative_error(model(TEXT[1:]), expected[1:]) < LAW
     with model.kv_bias(read.select_prompt(1).repeat(2)):
         assert relative_error(model(TEXT)[1], expected[1]) < LAW
-    assert read.to(torch.float64).recurrent.conv.dtype == torch.float64
+    assert read.to(torch.float64).stacked("conv").dtype == torch.float64
 
 
 def test_a_copy_of_the_model_reads_its_own_bias(model):
@@ -198,12 +200,10 @@ def test_bad_input_is_refused_with_a_message(model):
     cache = model.original_model(TEXT, use_cache=True).past_key_values
     with pytest.raises(KVLensError, match=r"layer 0 \(\w+\): the cache that this pass continues"), model.kv_bias(bias):
         model(TEXT[:, :1], past_key_values=cache)
-    broken = replace(bias.recurrent, b_KV=bias.recurrent.b_KV * torch.inf)
-    with pytest.raises(KVLensError, match="recurrent.b_KV of layer 0 is not finite"):
-        model.attach_kv_bias(replace(bias, recurrent=broken))
-    one = replace(bias.recurrent, b_KV=bias.recurrent.b_KV[:1], conv=bias.recurrent.conv[:1])
-    with pytest.raises(KVLensError, match=r"recurrent.b_KV must be \[2, 2, head, d_k, d_v\]"):
-        replace(bias, recurrent=one)
+    with pytest.raises(KVLensError, match="state of layer 0 is not finite"):
+        model.attach_kv_bias(with_stacked(bias, state=bias.stacked("state") * torch.inf))
+    with pytest.raises(KVLensError, match=r"conv of layer 0 must be \[2, .*\], got \[1, "):
+        with_stacked(bias, conv=bias.stacked("conv")[:, :1])
 
 
 @pytest.mark.parametrize("family", PURELY_RECURRENT)
@@ -220,13 +220,13 @@ def test_the_bias_is_the_states_alone(family, bridge_of, tmp_path):
     model, plain = bridge_of(family), tiny_hf_model(family)
     n_heads, d_v = (4, 12) if family == "mamba2" else (48, 1)
     bias = convert_prompt(model, PROMPT)
-    assert bias.attention_layers == () and bias.recurrent.layers == (0, 1, 2) and not bias.b_KV.numel()
-    assert bias.recurrent.b_KV.shape == (3, 2, n_heads, 6, d_v) and bias.num_parameters == bias.recurrent.b_KV.numel()
+    assert bias.attention_layers == () and layers_with_state(bias) == (0, 1, 2) and not bias.attention
+    assert bias.stacked("state").shape == (3, 2, n_heads, 6, d_v) and bias.num_parameters == bias.stacked("state").numel()
     assert repr(bias).startswith(f"KVBias(batch 2, 3 recurrent layers x {n_heads} heads, 6 x {d_v}, n_prompt_tokens=13")
     cache = plain(PROMPT, use_cache=True).cache_params
     for layer in range(3):
         theirs = cache.layers[layer].recurrent_states[0]
-        assert relative_error(bias.recurrent.b_KV[layer], theirs.mT if family == "mamba2" else theirs[..., None]) < LAW
+        assert relative_error(bias.stacked("state")[layer], theirs.mT if family == "mamba2" else theirs[..., None]) < LAW
     bias.save(tmp_path / "bias.safetensors")
     with model.kv_bias(bias):
         expected = model(TEXT)

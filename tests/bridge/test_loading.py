@@ -211,7 +211,7 @@ def test_minimax_with_a_window_generates_alike_with_and_without_a_cache():
     options = dict(max_new_tokens=7, do_sample=False, stop_at_eos=False, verbose=False)
     assert error_of_conversion(model) < LAW
     bias = convert_prompt(model, PROMPT)
-    assert bias.features.distance.max() == PROMPT.shape[1]
+    assert bias.stacked("distance").max() == PROMPT.shape[1]
     for attached in (bias, 0 * bias):
         with model.kv_bias(attached):
             cached, whole = (model.generate(TEXT, use_past_kv_cache=use, **options) for use in (True, False))

@@ -1,12 +1,11 @@
 """A bias as Transformers' cache: plain Transformers gives the logits and the texts that kvlens gives under the bias."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from bridge_models import N_PROMPT, PROMPT, TEXT, some_tokens
 from precision import LAW, float64, relative_error
 from small_models import logits_under
+from stacked_tensors import with_stacked
 from tiny_hf import D_VOCAB, HYBRIDS, KINDS, ON_BOTH, ON_BRIDGE_ALONE, PURELY_RECURRENT, law_of, tiny_hf_model
 from transformers import DynamicCache
 
@@ -46,15 +45,15 @@ def hooked(family, processed=False):
 def weighted(exact: KVBias, n: int = 7) -> KVBias:
     """``n`` keys per head, other ones in every head, with weights of which some are 0."""
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.rand(exact.features.distance.shape, generator=generator)
+    drawn = torch.rand(exact.stacked("distance").shape, generator=generator)
     kept = drawn.argsort(dim=-1)[..., :n]
     weights = torch.rand(kept.shape, generator=generator) * 3
-    weights = weights.masked_fill(torch.rand(kept.shape, generator=generator) < 0.2, 0.0).to(exact.b_D)
-    rows = (x.gather(-2, kept[..., None].expand(*kept.shape, x.shape[-1])) for x in (exact.features.keys, exact.b_KV))
-    keys, values = rows
-    features = replace(exact.features, keys=keys, distance=exact.features.distance.gather(-1, kept))
-    log_scale = exact.log_scale + 0.3
-    return replace(exact, features=features, b_KV=values * weights[..., None], b_D=weights, log_scale=log_scale)
+    weights = weights.masked_fill(torch.rand(kept.shape, generator=generator) < 0.2, 0.0).to(exact.stacked("b_d"))
+    every = (exact.stacked(name) for name in ("keys", "b_kv"))
+    keys, values = (x.gather(-2, kept[..., None].expand(*kept.shape, x.shape[-1])) for x in every)
+    distance, log_scale = exact.stacked("distance").gather(-1, kept), exact.stacked("log_scale") + 0.3
+    few = dict(keys=keys, distance=distance, b_kv=values * weights[..., None], b_d=weights, log_scale=log_scale)
+    return with_stacked(exact, **few)
 
 
 @pytest.mark.parametrize("family", ON_BRIDGE)
@@ -137,13 +136,13 @@ def test_a_continued_prompt_and_a_copy_of_its_own(model_of_llama):
 
 def test_weights_are_finer_than_half_precision(model_of_llama):
     exact = convert_prompt(model_of_llama, PROMPT)
-    bias = replace(exact, b_KV=exact.b_KV * 1.25, b_D=exact.b_D * 1.25).to(torch.bfloat16)
+    bias = (1.25 * exact).to(torch.bfloat16)
     columns = bias.to_cache().layers[0].keys[..., -4:]
     assert columns.dtype == torch.bfloat16
     coarse, rest, far, near = columns.double().unbind(dim=-1)
     log_w = torch.tensor(1.25).double().log()
     assert float((coarse - log_w).abs().min()) > 2**-12 and float((coarse + rest - log_w).abs().max()) < 2**-16
-    assert torch.equal((far * 128 + near).long(), exact.features.distance[0])
+    assert torch.equal((far * 128 + near).long(), exact.stacked("distance")[0])
 
 
 def test_what_is_processed_without_changing_values_is_a_cache():

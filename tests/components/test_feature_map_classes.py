@@ -97,5 +97,5 @@ class TwiceAsWide(Squares):
 
 def test_a_map_that_states_another_number_of_features_makes_no_bias(monkeypatch):
     monkeypatch.setitem(FEATURE_MAPS, "twice", TwiceAsWide)
-    with pytest.raises(KVLensError, match="b_KV must be"):
+    with pytest.raises(KVLensError, match="b_kv of layer 0 must be"):
         convert_prompt(HookedKVTransformer(config(feature_map="twice")), torch.arange(9))

@@ -29,8 +29,9 @@ def test_a_bias_that_is_written_to_is_read_as_it_is(model):
     bias = convert_prompt(model, PROMPT)
     model.attach_kv_bias(bias)
     seen = [model(TEXT)]
-    for tensor in (bias.b_KV, bias.b_D, bias.features.keys):
-        tensor.mul_(2)
+    for name in ("b_kv", "b_d", "keys"):
+        for part in bias.attention:
+            getattr(part, name).mul_(2)
         read = model(TEXT)
         with model.kv_bias(copy.deepcopy(bias)):
             assert relative_error(read, model(TEXT)) < LAW
@@ -40,14 +41,14 @@ def test_a_bias_that_is_written_to_is_read_as_it_is(model):
 
 def test_a_bias_that_was_read_without_gradients_has_them_afterwards(model):
     bias = convert_prompt(model, PROMPT)
-    bias.b_KV.requires_grad_()
+    b_kv = bias.attention[1].b_kv.requires_grad_()
     model.attach_kv_bias(bias)
     with torch.no_grad():
         model(TEXT)
     with torch.inference_mode():
         model(TEXT)
     for _ in range(2):  # no graph of an earlier pass is kept, either
-        (gradient,) = torch.autograd.grad(model(TEXT)[0, -1, 3], bias.b_KV)
+        (gradient,) = torch.autograd.grad(model(TEXT)[0, -1, 3], b_kv)
         assert gradient.norm() > 0
 
 
@@ -55,7 +56,8 @@ def test_a_bias_that_is_attached_can_be_made_to_want_gradients(model):
     bias = convert_prompt(model, PROMPT)
     model.attach_kv_bias(bias)
     before = model(TEXT)
-    for wanted in (bias.b_KV, bias.b_D, bias.features.keys):
+    for name in ("b_kv", "b_d", "keys"):
+        wanted = getattr(bias.attention[1], name)
         wanted.requires_grad_()
         (gradient,) = torch.autograd.grad(model(TEXT)[0, -1, 3], wanted)
         assert gradient.norm() > 0

@@ -88,7 +88,7 @@ def test_features_of_exponentials_hold_large_scores_in_a_float32_model(feature_m
         assert share(relative_error(found[of], exact[0][of]), errors) < 1
     assert found[2] > 1e-290
     bias = convert_prompt(model, tokens(2, 9)[0])
-    assert bool(bias.b_KV.isfinite().all()) and bool((bias.b_D.sum(dim=-1) > 0).all())
+    assert bool(bias.stacked("b_kv").isfinite().all()) and bool((bias.stacked("b_d").sum(dim=-1) > 0).all())
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,9 @@ def test_interventions_inside_the_prompts_own_pass_reach_the_bias(attention, nam
     model, prompt = small_models.model_of(attention, name), tokens(1, 5)[0]
     hook = ("blocks.1.attn.hook_v", lambda v, hook: v * 0)
     bias, plain = convert_prompt(model, prompt, fwd_hooks=[hook]), convert_prompt(model, prompt)
-    assert torch.equal(bias.b_KV[0], plain.b_KV[0])
-    assert bool((bias.b_KV[1] == 0).all()) and bool((plain.b_KV[1] != 0).any())
-    assert torch.equal(bias.b_D, plain.b_D)
+    assert torch.equal(bias.stacked("b_kv")[0], plain.stacked("b_kv")[0])
+    assert bool((bias.stacked("b_kv")[1] == 0).all()) and bool((plain.stacked("b_kv")[1] != 0).any())
+    assert torch.equal(bias.stacked("b_d"), plain.stacked("b_d"))
     assert not model.hook_dict[hook[0]].has_hooks() and model.blocks[1].attn.observer is None
 
 
@@ -107,9 +107,9 @@ def test_a_pencil_example():
     for name in ("W_Q", "W_K", "W_V", "W_O"):
         getattr(model.blocks[0].attn, name).fill_(1.0)
     bias = convert_prompt(model, torch.tensor([0, 1]))  # k = v = 1, then 2; phi(k) = k + 0.001
-    assert bias.b_KV.item() == pytest.approx(1.001 * 1 + 2.001 * 2)
-    assert bias.b_D.item() == pytest.approx(1.001 + 2.001)
-    assert bias.last_k.flatten().tolist() == [2.0]
+    assert bias.stacked("b_kv").item() == pytest.approx(1.001 * 1 + 2.001 * 2)
+    assert bias.stacked("b_d").item() == pytest.approx(1.001 + 2.001)
+    assert bias.stacked("last_k").flatten().tolist() == [2.0]
     # the text "5": z = 5.001 (1.001 + 4.002 + 5.001 * 5) / (5.001 (1.001 + 2.001 + 5.001))
     with model.kv_bias(bias):
         _, cache = model.run_with_cache(torch.tensor([[2]]))
@@ -178,7 +178,7 @@ def test_float64_accumulation_makes_a_float32_conversion_exact_almost_everywhere
     model = linear_model(dtype=torch.float32, accumulation_dtype="float64").requires_grad_(False)
     prompt, text = tokens(20, 30, seed=1), tokens(20, 30)
     bias = convert_prompt(model, prompt)
-    assert bias.b_KV.dtype == torch.float64
+    assert bias.stacked("b_kv").dtype == torch.float64
     whole = model(torch.cat([prompt, text], dim=1))[:, 30:]
     # a float64 sum rounds to the same float32 unless it lies within 1e-16 of a tie: a few values in 10^8
     assert relative_error(logits_under(model, bias, text), whole) < 1e-8

@@ -119,10 +119,9 @@ def test_a_batch_is_its_prompts():
     both = convert_prompt(model, prompts, **at)
     for row in range(2):
         alone = convert_prompt(model, prompts[row], **at)
-        mine = both.select_prompt(row)
-        r = alone.d_phi
-        assert relative_error(mine.b_KV[..., :r, :], alone.b_KV) < 1e-11
-        assert not mine.b_D[..., r:].any()
+        for mine, its in zip(both.select_prompt(row).attention, alone.attention, strict=True):
+            assert torch.equal(mine.used.sum(dim=-1), its.used.sum(dim=-1))
+            assert relative_error(mine.b_kv[mine.used], its.b_kv[its.used]) < LAW
 
 
 def test_a_head_that_gets_every_key_keeps_them_as_they_are_and_is_exact():
@@ -132,7 +131,7 @@ def test_a_head_that_gets_every_key_keeps_them_as_they_are_and_is_exact():
     model.blocks[0].mlp.W_out.data.zero_()
     bias = convert_prompt(model, PROMPT, method="landmark", n_features=8, **QUICK).select_prompt(0)
     assert bias.fit.n_keys[0].tolist()[0] == 24
-    assert torch.equal(bias.b_D[0, 0], torch.ones(24, dtype=torch.float64))
+    assert torch.equal(bias.stacked("b_d")[0, 0], torch.ones(24, dtype=torch.float64))
     assert error(model, bias) < 1e-9
 
 
@@ -154,9 +153,9 @@ def test_a_fit_to_texts_of_several_lengths_is_that_to_all_of_their_queries():
     at = dict(method="landmark", n_features=5, budget="equal", key_steps=0, **UNMEASURED)
     together = convert_prompt(model, PROMPT, reference=QUESTIONS, **at)
     apart = convert_prompt(model, PROMPT, reference=[QUESTIONS[1], *QUESTIONS[2], TEXT[0]], **at)
-    assert relative_error(together.b_KV, apart.b_KV) < 1e-11
+    assert relative_error(together.stacked("b_kv"), apart.stacked("b_kv")) < 1e-11
     fewer = convert_prompt(model, PROMPT, reference=QUESTIONS[:2], **at)
-    assert relative_error(together.b_KV, fewer.b_KV) > 1e-6
+    assert relative_error(together.stacked("b_kv"), fewer.stacked("b_kv")) > 1e-6
     assert together.fit.n_reference_tokens == 12 + 9 + 2 * 12
 
 
@@ -169,10 +168,10 @@ def test_polishing_lowers_the_error_on_text_it_did_not_see(objective):
     polished = convert_prompt(model, PROMPT, polish_steps=20, objective=objective, **at)
     texts = tokens(1, 12, seed=8)
     assert error(model, polished, text=texts) < 0.9 * error(model, plain, text=texts)
-    assert bool((polished.b_D > 0).all())
+    assert bool((polished.stacked("b_d") > 0).all())
     assert [p.requires_grad for p in (model.blocks[0].attn.W_O, model.blocks[0].attn.W_Q)] == [False, True]
     assert model.attached_kv_bias is None
-    assert not polished.b_KV.requires_grad
+    assert not polished.stacked("b_kv").requires_grad
 
 
 @pytest.mark.parametrize("kind", KINDS[:3])
@@ -189,33 +188,33 @@ def test_keys_without_a_fit_stay_in_place_and_the_record_tells_no_steps():
     bias = convert_prompt(model, PROMPT[0], method="landmark", n_features=4, fit=False, **QUICK)
     whole = convert_prompt(model, PROMPT[0])
     assert bias.fit.settings["key_steps"] == 0
-    of_head = bias.features.keys[0, 0][bias.b_D[0, 0] > 0]
-    assert all(bool((whole.features.keys[0, 0] == key).all(dim=-1).any()) for key in of_head)
+    of_head = bias.stacked("keys")[0, 0][bias.stacked("b_d")[0, 0] > 0]
+    assert all(bool((whole.stacked("keys")[0, 0] == key).all(dim=-1).any()) for key in of_head)
 
 
 def test_polishing_moves_a_head_by_its_error_and_not_a_head_without_any():
     bias = convert_prompt(peaked("softmax, rotary"), PROMPT[0], method="landmark", n_features=5, budget="equal", **UNMEASURED)
     one = prompt_pass.as_batch(bias, 1)
-    errors = torch.rand(one.b_D.shape[:3], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    errors = torch.rand(one.stacked("b_d").shape[:3], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     errors[0, 0, 0] = 0
     state = gradients.Changes.of(one, errors)
-    assert relative_error(state.bias(one).b_KV, one.b_KV) < LAW
+    assert relative_error(state.bias(one).stacked("b_kv"), one.stacked("b_kv")) < LAW
     for change in state.free():
         change.data.fill_(1.0)
     moved = state.bias(one)
-    assert torch.equal(moved.features.keys[0, 0, 0], one.features.keys[0, 0, 0])
-    assert relative_error(moved.b_D[0, 0, 0], one.b_D[0, 0, 0]) < LAW  # through a logarithm and back
-    used = one.b_D > 0
-    assert relative_error(moved.b_D, one.b_D * errors[..., None].exp()) < LAW
+    assert torch.equal(moved.stacked("keys")[0, 0, 0], one.stacked("keys")[0, 0, 0])
+    assert relative_error(moved.stacked("b_d")[0, 0, 0], one.stacked("b_d")[0, 0, 0]) < LAW  # through a logarithm and back
+    used = one.stacked("b_d") > 0
+    assert relative_error(moved.stacked("b_d"), one.stacked("b_d") * errors[..., None].exp()) < LAW
     for layer, head in ((0, 1), (1, 0)):
         rows = used[layer, 0, head]
         keys, values = (
-            one.features.keys[layer, 0, head][rows],
-            (one.b_KV[layer, 0, head] / one.b_D[layer, 0, head, :, None])[rows],
+            one.stacked("keys")[layer, 0, head][rows],
+            (one.stacked("b_kv")[layer, 0, head] / one.stacked("b_d")[layer, 0, head, :, None])[rows],
         )
-        apart = moved.features.keys[layer, 0, head][rows] - keys
+        apart = moved.stacked("keys")[layer, 0, head][rows] - keys
         assert relative_error(apart, errors[layer, 0, head] * keys.square().mean().sqrt().expand_as(keys)) < LAW
-        now = (moved.b_KV[layer, 0, head] / moved.b_D[layer, 0, head, :, None])[rows]
+        now = (moved.stacked("b_kv")[layer, 0, head] / moved.stacked("b_d")[layer, 0, head, :, None])[rows]
         size = values.square().mean().sqrt().expand_as(values)
         assert relative_error(now - values, errors[layer, 0, head] * size) < LAW
 
@@ -263,7 +262,7 @@ def test_features_come_near_where_scores_are_small(method, options, key_scale, s
         block.attn.W_K.data.mul_(key_scale)
     bias = convert_prompt(model, PROMPT, method=method, **options, **QUICK)
     assert error(model, bias) < share * dropped(model)
-    assert bias.features.n_features == options.get("n_features", bias.d_phi)
+    assert bias.attention[0].features.n_features == options.get("n_features", bias.d_phi)
 
 
 @pytest.mark.parametrize(
@@ -278,14 +277,14 @@ def test_one_map_for_queries_and_keys_sums_over_the_prompts_keys(options, few_st
     model = peaked("softmax, rotary")
     exact, bias = convert_prompt(model, PROMPT), convert_prompt(model, PROMPT, **options, **QUICK)
     for layer in range(model.cfg.n_layers):
-        keys, values = exact.features.keys[layer].transpose(1, 2), exact.b_KV[layer]
+        keys, values = exact.stacked("keys")[layer].transpose(1, 2), exact.stacked("b_kv")[layer]
         rule = ScoreRule(scale=model.blocks[layer].attn.attn_scale)
-        phi = bias.features.of_layer(layer).log_features(keys, rule, None).exp()
-        size = bias.log_scale[layer].exp()[..., None]
-        assert relative_error(size * bias.b_D[layer], phi.sum(dim=1)) < LAW
-        assert relative_error(size[..., None] * bias.b_KV[layer], torch.einsum("bjgr,bgjd->bgrd", phi, values)) < LAW
+        phi = bias.layers[layer].attention.features.log_features(keys, rule, None).exp()
+        size = bias.stacked("log_scale")[layer].exp()[..., None]
+        assert relative_error(size * bias.stacked("b_d")[layer], phi.sum(dim=1)) < LAW
+        assert relative_error(size[..., None] * bias.stacked("b_kv")[layer], torch.einsum("bjgr,bgjd->bgrd", phi, values)) < LAW
     if options.get("kernel") == "hedgehog":
-        first, second = bias.features.weight.chunk(2, dim=-2)
+        first, second = bias.stacked("weight").chunk(2, dim=-2)
         assert torch.equal(first, -second)
 
 
@@ -321,9 +320,9 @@ def test_a_prompt_that_came_out_of_generate():
     assert prompt.is_inference()
     fitted = dict(method="landmark", n_features=4, key_steps=2, polish_steps=2, **QUICK)
     for options in (dict(detach=False), fitted):
-        assert bool(convert_prompt(model, prompt, **options).b_KV.isfinite().all())
+        assert bool(convert_prompt(model, prompt, **options).stacked("b_kv").isfinite().all())
     with torch.inference_mode():
-        assert bool(convert_prompt(model, prompt, **fitted).b_KV.isfinite().all())
+        assert bool(convert_prompt(model, prompt, **fitted).stacked("b_kv").isfinite().all())
 
 
 @pytest.mark.parametrize("method", ["landmark", "random", "taylor", "learned"])
@@ -340,7 +339,7 @@ def test_half_precision_is_fitted_in_float32(method, few_steps):
     }
     at = dict(method=method, reference="prompt", **options.get(method, {}), **QUICK)
     a, b = (convert_prompt(model, PROMPT, **at) for model in (wide, narrow))
-    stored = (b.b_KV, b.b_D, b.log_scale, *b.features.tensors().values())
+    stored = (b.stacked("b_kv"), b.stacked("b_d"), b.stacked("log_scale"), *b.attention[0].features.tensors().values())
     assert {x.dtype for x in stored if x.is_floating_point()} == {torch.bfloat16}
     with torch.no_grad(), wide.kv_bias(a):
         expected = wide(TEXT)
@@ -369,15 +368,22 @@ def test_heads_that_never_look_at_the_prompt_and_singular_fits():
     model.blocks[1].attn.b_V.data[2] = 0.0
     for budget in ("equal", "logits"):
         bias = convert_prompt(model, PROMPT, method="landmark", n_features=6, budget=budget, **QUICK)
-        assert all(bool(x.isfinite().all()) for x in (bias.b_KV, bias.b_D, bias.fit.head_output_error, bias.fit.mass_error))
+        assert all(
+            bool(x.isfinite().all())
+            for x in (bias.stacked("b_kv"), bias.stacked("b_d"), bias.fit.head_output_error, bias.fit.mass_error)
+        )
         assert error(model, bias) < dropped(model)
 
 
 def test_nothing_random_is_left_to_chance_and_the_global_generator_stays():
     model, state = peaked("softmax, learned"), torch.random.get_rng_state()
     at = dict(method="landmark", n_features=4, key_steps=10, polish_steps=3, **QUICK)
-    assert torch.equal(convert_prompt(model, PROMPT, seed=1, **at).b_KV, convert_prompt(model, PROMPT, seed=1, **at).b_KV)
-    assert not torch.equal(convert_prompt(model, PROMPT, seed=1, **at).b_KV, convert_prompt(model, PROMPT, seed=2, **at).b_KV)
+    assert torch.equal(
+        convert_prompt(model, PROMPT, seed=1, **at).stacked("b_kv"), convert_prompt(model, PROMPT, seed=1, **at).stacked("b_kv")
+    )
+    assert not torch.equal(
+        convert_prompt(model, PROMPT, seed=1, **at).stacked("b_kv"), convert_prompt(model, PROMPT, seed=2, **at).stacked("b_kv")
+    )
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
@@ -405,13 +411,13 @@ def test_sums_of_converted_prompts_read_both():
     model = peaked("softmax, no positions")
     at = dict(method="landmark", n_features=6, **QUICK)
     a, b = convert_prompt(model, PROMPT, **at), convert_prompt(model, tokens(1, 24, seed=5), **at)
-    both = KVBias.combine(a, replace(b, position_offset=24), shift_state="last")
+    both = KVBias.combine(a, replace(b, position_offset=24, record=b.fit), shift_state="last")
     with torch.no_grad(), model.kv_bias(both - b):
         less = model(TEXT)
     with torch.no_grad(), model.kv_bias(a):
         torch.testing.assert_close(less, model(TEXT), rtol=1e-9, atol=1e-9)
     for too_much in (lambda: a * 1e308, lambda: KVBias.combine(a, b, weights=[1.0, -1e308], shift_state="last")):
-        with pytest.raises(KVLensError, match="has numbers in b_KV that overflow float64: use smaller factors"):
+        with pytest.raises(KVLensError, match="has numbers in b_kv of layer 0 that overflow float64: use smaller factors"):
             too_much()
 
 

@@ -12,13 +12,13 @@ from kvlens.corpus import train_bpe_tokenizer
 from kvlens.model import streaming
 
 ROUNDING = 1e-14  # float64: tens of terms through two layers
-FIELDS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
+FIELDS = ("b_kv", "b_d", "last_k", "last_v", "last_q")
 POS = 23
 
 
 def assert_same_bias(one, two):
     for field in FIELDS:
-        a, b = getattr(one, field), getattr(two, field)
+        a, b = one.stacked(field), two.stacked(field)
         assert a.shape == b.shape
         if b.numel() and b.norm() > 0:
             assert relative_error(a, b) < ROUNDING, field
@@ -80,7 +80,9 @@ def test_an_intervention_at_every_token_is_the_same_in_segments():
     options = dict(initial=initial, fwd_hooks=hooks)
     whole = convert_prompt(model, prompt, **options)
     assert_same_bias(convert_prompt(model, prompt, segment_length=7, **options), whole)
-    assert relative_error(whole.b_KV, convert_prompt(model, prompt, initial=initial).b_KV) > 1e-3  # far above rounding
+    assert (
+        relative_error(whole.stacked("b_kv"), convert_prompt(model, prompt, initial=initial).stacked("b_kv")) > 1e-3
+    )  # far above rounding
 
 
 def test_gradients_flow_through_segments():
@@ -89,7 +91,7 @@ def test_gradients_flow_through_segments():
     for length in (None, 6):
         model.zero_grad()
         bias = convert_prompt(model, prompt, detach=False, segment_length=length)
-        (bias.b_KV.sum() + bias.b_D.sum()).backward()
+        (bias.stacked("b_kv").sum() + bias.stacked("b_d").sum()).backward()
         gradients.append(model.W_E.grad.clone())
     assert relative_error(gradients[1], gradients[0]) < 1e-13  # backward sums again what forward summed
     assert gradients[0].norm() > 0
@@ -112,25 +114,25 @@ def test_equals_the_conversion_of_a_prompt_without_values(name, batch):
         first, second = first[0], second[0]
     bias = convert_prompt(model, first)
     got, expected = carry_bias(model, bias, 7), silenced(model, second, bias)
-    assert relative_error(got.b_KV, expected.b_KV) < 1e-14
-    assert torch.equal(got.b_D, bias.b_D)
+    assert relative_error(got.stacked("b_kv"), expected.stacked("b_kv")) < 1e-14
+    assert torch.equal(got.stacked("b_d"), bias.stacked("b_d"))
     assert got.position_offset == expected.position_offset
     assert got.n_prompt_tokens == expected.n_prompt_tokens
-    assert torch.equal(got.last_k, bias.last_k)
+    assert torch.equal(got.stacked("last_k"), bias.stacked("last_k"))
     if model.cfg.rotates_after or model.cfg.decay is not None:
-        assert relative_error(got.b_KV, bias.b_KV) > 1e-3  # it does move
+        assert relative_error(got.stacked("b_kv"), bias.stacked("b_kv")) > 1e-3  # it does move
 
 
 def test_past_no_tokens_nothing_changes():
     model = linear_model().requires_grad_(False)
     bias = convert_prompt(model, tokens(1, 5)[0])
-    assert torch.equal(carry_bias(model, bias, 0).b_KV, bias.b_KV)
+    assert torch.equal(carry_bias(model, bias, 0).stacked("b_kv"), bias.stacked("b_kv"))
 
 
 def test_a_bias_of_another_model_is_not_carried():
     model = linear_model().requires_grad_(False)
     bias = convert_prompt(model, tokens(1, 5)[0])
-    other = replace(bias, fingerprint=convert_prompt(linear_model(seed=4), tokens(1, 5)[0]).fingerprint)
+    other = replace(bias, fingerprint=convert_prompt(linear_model(seed=4), tokens(1, 5)[0]).fingerprint, record=None)
     with pytest.raises(KVLensError, match="carry_bias"):
         carry_bias(model, other, 1)
     with pytest.raises(KVLensError, match="carry_bias: attention differs"):
@@ -144,7 +146,7 @@ def test_a_softmax_prompt_moves_away():
     bias = convert_prompt(model, tokens(2, 6))
     moved = carry_bias(model, bias, 3)
     assert moved.n_prompt_tokens == moved.position_offset == 9
-    assert torch.equal(moved.features.distance, bias.features.distance + 3)
+    assert torch.equal(moved.stacked("distance"), bias.stacked("distance") + 3)
     whole = convert_prompt(model, tokens(2, 3, seed=4), initial=bias)
-    assert torch.equal(whole.features.distance[..., :6], moved.features.distance)
-    assert torch.equal(carry_bias(model, bias, 0).features.distance, bias.features.distance)
+    assert torch.equal(whole.stacked("distance")[..., :6], moved.stacked("distance"))
+    assert torch.equal(carry_bias(model, bias, 0).stacked("distance"), bias.stacked("distance"))

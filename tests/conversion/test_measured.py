@@ -1,7 +1,6 @@
 """The recall of a bias: which words of the prompt's own sentences the model would still say."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -129,7 +128,7 @@ def test_refusals(model, few):
     with pytest.raises(KVLensError, match="expected the bias of one prompt"), model.kv_bias(few):
         recall(model, PROMPT, few)
     with pytest.raises(KVLensError, match="expected the bias of one prompt"):
-        recall(model, PROMPT, replace(few.repeat(2)))
+        recall(model, PROMPT, few.repeat(2))
 
 
 def test_a_sentence_is_said_in_the_assistants_turn():

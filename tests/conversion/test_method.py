@@ -6,7 +6,7 @@ Methods that keep some keys unchanged: the selected keys, against TransformerLen
 import inspect
 import re
 import warnings
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import ClassVar
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from precision import LAW, relative_error
 from small_models import peaked, sharp, small_model, tokens
+from stacked_tensors import with_stacked
 from tiny_text_model import tiny_text_model
 from tqdm.auto import tqdm
 
@@ -98,7 +99,9 @@ def test_a_name_with_options_is_the_object(name, monkeypatch):
     assert method_of(name, options) == method and type(method) is METHODS[name]
     by_name = convert_prompt(model(), PROMPT, method=name, verbose=False, **options)
     by_object = convert_prompt(model(), PROMPT, method=method, verbose=False)
-    assert torch.equal(by_name.b_KV, by_object.b_KV) and torch.equal(by_name.b_D, by_object.b_D)
+    assert torch.equal(by_name.stacked("b_kv"), by_object.stacked("b_kv")) and torch.equal(
+        by_name.stacked("b_d"), by_object.stacked("b_d")
+    )
     if name != "exact":
         assert by_object.fit.method == name
         assert by_name.fit.settings == by_object.fit.settings == method.to_json()
@@ -154,13 +157,15 @@ def test_the_docstring_tells_every_option(kind):
 def test_a_custom_method_works_as_an_object_and_by_name(monkeypatch):
     exact = convert_prompt(model(), PROMPT)
     bias = convert_prompt(model(), PROMPT, method=Half(**FEW))
-    assert torch.equal(bias.b_KV, 0.5 * exact.b_KV) and torch.equal(bias.b_D, 0.5 * exact.b_D)
+    assert torch.equal(bias.stacked("b_kv"), 0.5 * exact.stacked("b_kv")) and torch.equal(
+        bias.stacked("b_d"), 0.5 * exact.stacked("b_d")
+    )
     assert (bias.fit.method, bias.fit.settings["factor"], bias.fit.n_reference_tokens) == ("half", 0.5, 0)
     assert float(bias.fit.answers.logits_error) > 0.01 and bool((bias.fit.head_output_error > 0).all())
     with pytest.raises(KVLensError, match="method must be one of exact, landmark"):
         convert_prompt(model(), PROMPT, method="half")
     monkeypatch.setitem(METHODS, "half", Half)
-    assert torch.equal(convert_prompt(model(), PROMPT, method="half", factor=1.0, **FEW).b_KV, exact.b_KV)
+    assert torch.equal(convert_prompt(model(), PROMPT, method="half", factor=1.0, **FEW).stacked("b_kv"), exact.stacked("b_kv"))
 
 
 @pytest.mark.unhooked
@@ -168,7 +173,7 @@ def test_a_custom_method_works_as_an_object_and_by_name(monkeypatch):
     ("change", "words"),
     [
         (lambda bias: bias.select_prompt(0), "a batch axis of 1 prompts, got none"),
-        (lambda bias: replace(bias, b_D=bias.b_D * torch.nan), "Half.fit: b_D of layer 0 is not finite"),
+        (lambda bias: with_stacked(bias, b_d=bias.stacked("b_d") * torch.nan), "Half.fit: b_d of layer 0 is not finite"),
     ],
 )
 def test_what_fit_returns_is_checked(monkeypatch, change, words):
@@ -186,7 +191,7 @@ def test_linear_models_take_the_exact_method_alone():
     linear = small_model(attention="linear")
     plain = convert_prompt(linear, PROMPT)
     for method in ("exact", Exact()):
-        assert torch.equal(convert_prompt(linear, PROMPT, method=method).b_KV, plain.b_KV)
+        assert torch.equal(convert_prompt(linear, PROMPT, method=method).stacked("b_kv"), plain.stacked("b_kv"))
     for method in ("taylor", TaylorPolynomial()):
         with pytest.raises(KVLensError, match="method: with linear attention the conversion is always exact"):
             convert_prompt(linear, PROMPT, method=method)
@@ -219,7 +224,7 @@ def options_of(method, options):
 
 
 def finite(bias: KVBias) -> bool:
-    numbers = [bias.b_KV, bias.b_D]
+    numbers = [bias.stacked("b_kv"), bias.stacked("b_d")]
     if bias.fit is not None:
         numbers += [bias.fit.head_output_error, bias.fit.mass_error, *bias.fit.answers.to_tensors().values()]
     return all(bool(x.isfinite().all()) for x in numbers)
@@ -236,7 +241,7 @@ def test_any_prompt_gives_finite_numbers_and_a_record(sharp_model, method, optio
             logits = sharp_model(TEXT)
         assert finite(bias) and bool(logits.isfinite().all())
         if bias.fit is None:  # every key is kept
-            assert torch.equal(bias.b_KV, convert_prompt(sharp_model, prompt).b_KV)
+            assert torch.equal(bias.stacked("b_kv"), convert_prompt(sharp_model, prompt).stacked("b_kv"))
         else:
             assert bias.fit.method == method
 
@@ -288,7 +293,7 @@ def peaked_model(**changes):
 
 def kept_positions(bias) -> list[list[set[int]]]:
     """By layer and key-value head; the bias of one prompt."""
-    distance, on = bias.features.distance, bias.b_D != 0
+    distance, on = bias.stacked("distance"), bias.stacked("b_d") != 0
     return [[{N - int(d) for d in distance[i, g][on[i, g]]} for g in range(on.shape[1])] for i in range(on.shape[0])]
 
 
@@ -306,13 +311,13 @@ def by_group(x: torch.Tensor) -> torch.Tensor:
 def test_keys_are_kept_as_they_are(method):
     it, prompt = peaked_model(), tokens(1, N)[0]
     bias, exact = convert_prompt(it, prompt, method=method, verbose=False), convert_prompt(it, prompt)
-    on = bias.b_D != 0
-    assert bool(((bias.b_D == 1) | ~on).all())
+    on = bias.stacked("b_d") != 0
+    assert bool(((bias.stacked("b_d") == 1) | ~on).all())
     assert int(on.sum()) == KEPT * on.shape[0] * on.shape[1] or method.name == "kvzip"
     assert float(on.sum(dim=-1).double().mean()) == KEPT
-    place = (N - bias.features.distance)[..., None].expand_as(bias.b_KV)
-    assert torch.equal(bias.b_KV, exact.b_KV.gather(2, place) * on[..., None])
-    assert torch.equal(bias.features.keys, exact.features.keys.gather(2, place))
+    place = (N - bias.stacked("distance"))[..., None].expand_as(bias.stacked("b_kv"))
+    assert torch.equal(bias.stacked("b_kv"), exact.stacked("b_kv").gather(2, place) * on[..., None])
+    assert torch.equal(bias.stacked("keys") * on[..., None], exact.stacked("keys").gather(2, place) * on[..., None])
 
 
 def test_streaming_llm_keeps_the_first_and_the_last():

@@ -213,7 +213,7 @@ def test_a_fitted_method_sees_no_deleted_token(name):
     other = PROMPT.clone()
     other[3:6] = torch.tensor([13, 14, 15])
     made = [convert_prompt(model, prompt, without=[(3, 6)], method=FITTED[name]) for prompt in (PROMPT, other)]
-    close(made[0].b_KV, made[1].b_KV)
+    close(made[0].stacked("b_kv"), made[1].stacked("b_kv"))
     close(read(model, made[0]), read(model, made[1]))
 
 

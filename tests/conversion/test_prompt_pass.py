@@ -178,7 +178,7 @@ def test_what_hooks_make_of_the_old_bias_is_what_the_new_one_continues_from(kind
     whole = convert_prompt(model, two, initial=old)
     assert relative_error(logits(whole), expected) > 1e-3  # far above rounding
     looked = convert_prompt(model, two, initial=old, fwd_hooks=[("blocks.1.attn.hook_b_kv", lambda b, hook: None)])
-    assert torch.equal(looked.b_KV, whole.b_KV)
+    assert torch.equal(looked.stacked("b_kv"), whole.stacked("b_kv"))
 
 
 TEXTS = dict(n_continuations=3, continuation_length=4, n_held_out=2)
@@ -211,7 +211,12 @@ def in_little_memory(monkeypatch) -> list[int]:
 
 
 def assert_same(a: KVBias, b: KVBias) -> None:
-    for x, y in ((a.b_KV, b.b_KV), (a.b_D, b.b_D), (a.features.keys, b.features.keys), (a.last_k, b.last_k)):
+    for x, y in (
+        (a.stacked("b_kv"), b.stacked("b_kv")),
+        (a.stacked("b_d"), b.stacked("b_d")),
+        (a.stacked("keys"), b.stacked("keys")),
+        (a.stacked("last_k"), b.stacked("last_k")),
+    ):
         assert relative_error(x, y) < LAW
     if a.fit is not None:
         assert relative_error(a.fit.head_output_error, b.fit.head_output_error) < LAW
@@ -314,7 +319,7 @@ def test_metrics_are_means_of_products_by_prompt_and_group(monkeypatch):
     for start in range(0, len(flat), 4):
         rows = range(start, min(start + 4, len(flat)))
         both = torch.stack([torch.tensor(row // n_texts) for row in rows])
-        bias = exact._made(None, **exact._changed(lambda x: x[:, both], per_prompt_only=True))  # noqa: B023
+        bias = exact.select_prompts(both)
         for layer, g in enumerate(effects_on_logits(model, bias, flat[start : rows[-1] + 1], [row % n_texts for row in rows])):
             for row, of_text in zip(rows, g, strict=True):
                 for head in range(6):

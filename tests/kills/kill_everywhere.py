@@ -52,7 +52,7 @@ def bias(place: Path) -> Case:
     biases = [convert_prompt(model, words) for words in (PROMPT, TEXT)]
     return Case(
         lambda folder: biases[turn()].save(folder / "b.safetensors"),
-        lambda folder: KVBias.load(folder / "b.safetensors").b_KV.sum().item(),
+        lambda folder: KVBias.load(folder / "b.safetensors").stacked("b_kv").sum().item(),
         {"b.safetensors"},
     )
 

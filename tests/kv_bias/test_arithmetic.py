@@ -1,7 +1,5 @@
 """Sums are linear, and when they are *a, then b*; layers of one bias in another's place, batches and rows of them."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from precision import LAW
@@ -87,10 +85,9 @@ def test_where_positions_are_distances_both_prompts_end_where_the_text_begins(na
 
 def read(model, bias):
     """phi(q).b_KV and phi(q).b_D for the queries of a text, none of which depends on the bias: its shift state is left out."""
-    shift_state = {name: torch.zeros_like(getattr(bias, name)) for name in ("last_k", "last_v", "last_q")}
 
     def bias_part_and_normalizer(of):
-        with model.kv_bias(replace(of, **shift_state)):
+        with model.kv_bias(combine(of, shift_state="zero")):
             cache = model.run_with_cache(TEXT)[1]
         z, at = cache["blocks.0.attn.hook_z_bias"], "blocks.0.attn.hook_normalizer"
         n = cache[at] if at in cache.cache_dict else torch.ones_like(z[..., 0])  # normalizer "none" divides by nothing
@@ -146,7 +143,7 @@ def test_exchanged_layers(model):
     close(mixed[1:2], logits_of(model, other, text))
     close(mixed, back)  # exchanging a set is keeping its complement
     halves = [own.select(layers=[1, 2]) + other.select(layers=[0]), own.select(layers=[0]) + other.select(layers=[1, 2])]
-    if own.last_k.shape[-3] == 0:  # without a shift state a sum of selections is the same mixture
+    if own.stacked("last_k").shape[-3] == 0:  # without a shift state a sum of selections is the same mixture
         for row, half in zip(mixed[2:], halves, strict=True):
             close(row[None], logits_of(model, half, text))
     assert (mixed[2] - mixed[3]).norm() > 1e-3 * mixed[2].norm()

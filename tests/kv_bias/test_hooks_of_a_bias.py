@@ -2,16 +2,14 @@
 grouped: patched, they equal ``select`` and ``+``, and a write reaches that head alone.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 from precision import LAW
 from small_models import by_steps, linear_model, model_of, relative_error, small_model, tokens
+from stacked_tensors import with_stacked
 from tiny_hf import tiny_hf_model
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, convert_prompt
-from kvlens.kv_bias import VirtualKeys
 
 NAMES = ("b_kv", "b_d", "b_keys")
 SHAPES = ("gpt2", "qwen3")
@@ -33,11 +31,10 @@ def model(request):
 
 def rescaled(bias: KVBias, seed: int) -> KVBias:
     """The same bias, stored with other log-scales."""
-    more = torch.randn(bias.log_scale.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    less = (-more).exp().repeat_interleave(bias.b_D.shape[-2] // more.shape[-1], dim=-1)
-    return replace(
-        bias, b_KV=bias.b_KV * less[..., None, None], b_D=bias.b_D * less[..., None], log_scale=bias.log_scale + more
-    )
+    more = torch.randn(bias.stacked("log_scale").shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    less = (-more).exp().repeat_interleave(bias.stacked("b_d").shape[-2] // more.shape[-1], dim=-1)
+    b_kv, b_d = bias.stacked("b_kv") * less[..., None, None], bias.stacked("b_d") * less[..., None]
+    return with_stacked(bias, b_kv=b_kv, b_d=b_d, log_scale=bias.stacked("log_scale") + more)
 
 
 def logits(model, bias, hooks=(), text=TEXT, **options):
@@ -138,8 +135,8 @@ def test_linear_attention_has_query_heads_too_and_no_keys_to_show(trained):
 
     def learn(of):
         for layer, block in enumerate(model.blocks):
-            block.attn.b_KV.data.copy_(of.b_KV[layer])
-            block.attn.b_D.data.copy_(of.b_D[layer])
+            block.attn.b_KV.data.copy_(of.layers[layer].attention.b_kv[0])
+            block.attn.b_D.data.copy_(of.layers[layer].attention.b_d[0])
 
     learn(bias)
     ablated = model.run_with_hooks(TEXT, fwd_hooks=ablating(3))
@@ -198,9 +195,9 @@ def test_looking_changes_no_bit(model, steps, hooked):
     assert f"{model.cfg.n_heads} heads" in repr(bias)
     for layer in range(model.cfg.n_layers):
         if "b_keys" in hooked:
-            keys = bias.features.keys[layer].repeat_interleave(group, dim=0)
+            keys = bias.stacked("keys")[layer].repeat_interleave(group, dim=0)
             assert torch.equal(cache[f"blocks.{layer}.attn.hook_b_keys"], keys[None])
-        for name, numbers in (("b_kv", every.b_KV), ("b_d", every.b_D)):
+        for name, numbers in (("b_kv", every.stacked("b_kv")), ("b_d", every.stacked("b_d"))):
             if name in hooked:  # the numbers themselves: an exact bias holds values with weight 1
                 assert relative_error(cache[f"blocks.{layer}.attn.hook_{name}"][0], numbers[layer]) < LAW
 
@@ -210,8 +207,9 @@ def test_unhooked_nothing_is_expanded_or_copied(model):
     with model.kv_bias(bias):
         attn = model.blocks[1].attn
         read = attn.layer_bias.through_hooks(attn, model.cfg.n_heads, torch.device("cpu"), torch.float64)
-    assert read.b_kv.data_ptr() == bias.b_KV[1].data_ptr() and read.b_d.data_ptr() == bias.b_D[1].data_ptr()
-    assert read.features.keys.data_ptr() == bias.features.keys[1].data_ptr()
+    part = bias.layers[1].attention
+    for mine, theirs in ((read.b_kv, part.b_kv), (read.b_d, part.b_d), (read.features.keys, part.keys)):
+        assert mine.data_ptr() == theirs.data_ptr()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -223,7 +221,7 @@ def test_where_scores_depend_on_more_than_the_key(kind, method):
     one, other = (convert_prompt(model, prompt, **options) for prompt in (ONE, OTHER))
     layer, head = 1, 4
     if method == "landmark":
-        other = replace(other, features=VirtualKeys(other.features.keys, one.features.distance))
+        other = with_stacked(other, distance=one.stacked("distance"))
     found = logits(model, one, patched(shown(model, other, layer), layer, head))
     assert relative_error(found, logits(model, exchanged(one, other, layer, head))) < LAW
 
@@ -233,7 +231,7 @@ def test_features_without_keys_are_exchanged_by_two_hooks(method):
     model = model_of("softmax", "rotary")
     options = dict(n_features=9) if method == "random" else {}
     one, other = (convert_prompt(model, prompt, method=method, **FEW, **options) for prompt in (ONE, OTHER))
-    assert not torch.allclose(one.log_scale, other.log_scale)
+    assert not torch.allclose(one.stacked("log_scale"), other.stacked("log_scale"))
     given = shown(model, other, 1, NAMES[:2])
     expected = logits(model, exchanged(one, other, 1, 3))
     assert relative_error(logits(model, one, patched(given, 1, 3)), expected) < LAW
@@ -244,7 +242,7 @@ def test_numbers_that_fit_no_dtype_are_refused_where_they_are_shown():
     model = model_of("softmax", "learned")
     bias = convert_prompt(model, ONE)
     for log_scale in (800.0, -800.0):
-        scaled = replace(bias, log_scale=bias.log_scale + log_scale)
+        scaled = with_stacked(bias, log_scale=bias.stacked("log_scale") + log_scale)
         assert logits(model, scaled).isfinite().all()
         with pytest.raises(KVLensError, match=r"hook_b_kv: this bias has a log-scale of -?800 to -?800.*by select, \+ and \*"):
             shown(model, scaled, 1)
@@ -269,18 +267,18 @@ def test_gradients_of_each_query_head(model, steps):
     """Backward hooks, against the gradients of a bias that holds a row per query head, and of keys that the group shares."""
     bias, found = convert_prompt(model, ONE), {}
     hooks = [(f"blocks.1.attn.hook_{name}", lambda g, hook: found.__setitem__(hook.name, g.clone())) for name in NAMES]
-    whole, keys = bias.per_query_head(), bias.features.keys.clone().requires_grad_()
-    every = replace(whole, b_KV=whole.b_KV.clone().requires_grad_(), b_D=whole.b_D.clone().requires_grad_())
+    every = bias.per_query_head().map_layers(lambda layer: layer.map(lambda x: x.clone().requires_grad_(x.is_floating_point())))
+    leaf = every.layers[1].attention
     with torch.enable_grad(), by_steps(model, steps):
         with model.kv_bias(bias), model.hooks(bwd_hooks=hooks):
             model(TEXT).square().sum().backward()
-        with model.kv_bias(replace(every, features=VirtualKeys(keys, bias.features.distance))):
+        with model.kv_bias(every):
             model(TEXT).square().sum().backward()
     b_kv, b_d, b_keys = (found[name] for name, _ in hooks)
-    assert b_keys.shape == (1, model.cfg.n_heads, *keys.shape[-2:])
+    assert b_keys.shape == (1, model.cfg.n_heads, *leaf.keys.shape[-2:])
     summed = b_keys.unflatten(1, (model.cfg.n_kv_heads, -1)).sum(dim=2)
-    for gradient, expected in ((b_kv, every.b_KV.grad), (b_d, every.b_D.grad), (summed, keys.grad)):
-        assert relative_error(gradient, expected[1][None]) < LAW
+    for gradient, expected in ((b_kv, leaf.b_kv), (b_d, leaf.b_d), (summed, leaf.keys)):
+        assert relative_error(gradient, expected.grad) < LAW
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("b_d", "7"), ("b_keys", "7, 6")])

@@ -10,12 +10,13 @@ import torch
 from precision import LAW
 from safetensors.torch import save_file
 from small_models import linear_model, relative_error, sharp, tokens
+from stacked_tensors import with_stacked
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, KVShiftConfig, combine, convert_prompt
-from kvlens.kv_bias import Fingerprint
+from kvlens.kv_bias import Fingerprint, Layer, State
 
 SHIFT = KVShiftConfig(window=3, queries=True)
-TENSORS = ("b_KV", "b_D", "last_k", "last_v", "last_q")
+TENSORS = ("b_kv", "b_d", "last_k", "last_v", "last_q")
 SHIFT_STATE = TENSORS[2:]
 
 
@@ -26,24 +27,25 @@ def model_of(**changes):
 
 def bias_of(seed=0, batch=None, shift_state_seed=None, **changes):
     """Random numbers instead of a prompt; equal ``shift_state_seed`` gives equal shift states."""
-    lead = (2,) if batch is None else (2, batch)
-    shapes = {"b_KV": (5, 12, 6), "b_D": (5, 12), "last_k": (3, 5, 6), "last_v": (3, 5, 6), "last_q": (3, 5, 6)}
-    sum_generator = torch.Generator().manual_seed(seed)
-    shift_state_generator = torch.Generator().manual_seed(1000 + (seed if shift_state_seed is None else shift_state_seed))
-    drawn = {
-        name: torch.randn(
-            lead + shape, generator=shift_state_generator if name in SHIFT_STATE else sum_generator, dtype=torch.float64
-        )
-        for name, shape in shapes.items()
-    }
-    rest = dict(n_prompt_tokens=7, position_offset=7, fingerprint=model_of().fingerprint())
-    return KVBias(**{**drawn, **rest, **changes})
+    sizes = {"b_kv": (5, 12, 6), "b_d": (5, 12), "last_k": (3, 5, 6), "last_v": (3, 5, 6), "last_q": (3, 5, 6)}
+    of_sums = torch.Generator().manual_seed(seed)
+    of_shift_state = torch.Generator().manual_seed(1000 + (seed if shift_state_seed is None else shift_state_seed))
+
+    def drawn(name):
+        generator = of_shift_state if name in SHIFT_STATE else of_sums
+        return torch.randn(1 if batch is None else batch, *sizes[name], generator=generator, dtype=torch.float64)
+
+    def layer():
+        return Layer((State(drawn("b_kv"), drawn("b_d")),), {x: drawn(f"last_{x}") for x in "kvq"})
+
+    rest = dict(n_prompt_tokens=7, position_offset=7, fingerprint=model_of().fingerprint(), record=None, single=batch is None)
+    return KVBias(**{"layers": (layer(), layer()), **rest, **changes})
 
 
 def assert_identical(got, expected):
     """Bit for bit, dtypes included."""
     for name in TENSORS:
-        a, b = getattr(got, name), getattr(expected, name)
+        a, b = got.stacked(name), expected.stacked(name)
         assert (a.dtype, a.shape) == (b.dtype, b.shape), name
         raw = [t.detach().contiguous().flatten().view(torch.uint8) for t in (a, b)]
         assert torch.equal(*raw), name
@@ -68,13 +70,26 @@ def converted(name, single=True):
 @pytest.mark.parametrize("name", LAYERED)
 def test_a_bias_is_made_of_its_layers(name, single):
     bias = converted(name, single)
-    again = bias.of_layers(bias.layers, bias.fit)
-    assert again.fit is bias.fit is None and again.batch_size == bias.batch_size == (None if single else bias.n_rows)
-    for (a, x), (b, y) in zip(bias.tensors().items(), again.tensors().items(), strict=True):
-        assert (a == b and torch.equal(x, y) and x.dtype == y.dtype == bias.dtype) or a == "features.distance"
-    assert torch.equal(bias.stacked("b_kv"), bias.b_KV) and torch.equal(bias.stacked("last_q"), bias.last_q)
-    part = bias.layers[1].attention
-    assert torch.equal(part.b_kv if bias.batch_size else part.b_kv[0], bias.stacked("b_kv")[1])
+    assert (bias.batch_size, bias.n_rows) == ((None, 1) if single else (2, 2)) and len(bias.layers) == bias.n_layers
+    part, whole = bias.layers[1].attention, bias.stacked("b_kv")
+    assert torch.equal(part.b_kv[0] if single else part.b_kv, whole[1])
+    whole.zero_()
+    assert part.b_kv.any() and not torch.equal(bias.stacked("b_kv"), whole)
+
+
+def test_the_old_names_say_what_is_used_instead():
+    bias = converted("rope after")
+    instead = {"b_KV": r"; use stacked\('b_kv'\), a copy, or layers\[i\]", "recurrent": r"; use layers\[i\].state", "b_kw": "$"}
+    for name, words in instead.items():
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'{words}"):
+            getattr(bias, name)
+
+
+def test_a_replaced_field_asks_how_exact_the_bias_is_then():
+    exact = converted("softmax, shifted, grouped")
+    with pytest.raises(ValueError, match="record"):
+        replace(exact, n_prompt_tokens=3)
+    assert replace(exact, n_prompt_tokens=3, record=exact.fit).n_prompt_tokens == 3
 
 
 @pytest.mark.parametrize("name", LAYERED)
@@ -119,9 +134,9 @@ def test_arithmetic_acts_on_the_sums_and_keeps_the_shift_state(batch):
         (b - a, -1, 1, 0),
         (combine(a), 1, 0, 7),
     ):
-        assert torch.equal(got.b_KV, of_a * a.b_KV + of_b * b.b_KV)
-        assert torch.equal(got.b_D, of_a * a.b_D + of_b * b.b_D)
-        assert all(torch.equal(getattr(got, name), getattr(a, name)) for name in SHIFT_STATE)
+        assert torch.equal(got.stacked("b_kv"), of_a * a.stacked("b_kv") + of_b * b.stacked("b_kv"))
+        assert torch.equal(got.stacked("b_d"), of_a * a.stacked("b_d") + of_b * b.stacked("b_d"))
+        assert all(torch.equal(got.stacked(name), a.stacked(name)) for name in SHIFT_STATE)
         assert (got.n_prompt_tokens, got.position_offset, got.fingerprint) == (n_tokens, 7, a.fingerprint)
 
 
@@ -153,10 +168,10 @@ def test_the_sum_of_prompts_of_any_length_is_their_concatenation_if_order_does_n
     a, b, whole = (convert_prompt(model, text) for text in (x, y, torch.cat([x, y], dim=1)))
     assert a.position_offset != b.position_offset and a.starts_where(b)
     for added in (a + b, sum([a, b])):
-        for name in ("b_KV", "b_D"):
-            assert (getattr(added, name) - getattr(whole, name)).norm() <= LAW * getattr(whole, name).norm()
+        for name in ("b_kv", "b_d"):
+            assert (added.stacked(name) - whole.stacked(name)).norm() <= LAW * whole.stacked(name).norm()
         assert added.n_prompt_tokens == whole.n_prompt_tokens == 14
-    assert ((whole - b).b_KV - a.b_KV).norm() <= LAW * whole.b_KV.norm()
+    assert ((whole - b).stacked("b_kv") - a.stacked("b_kv")).norm() <= LAW * whole.stacked("b_kv").norm()
     rotary = model_of(rotary_placement="before", kv_shift=None)
     assert not convert_prompt(rotary, x).starts_where(convert_prompt(rotary, y))
 
@@ -168,25 +183,26 @@ def test_any_two_prompts_of_a_shifted_model_add_and_the_sum_predicts_what_follow
     added = convert_prompt(model, first) + convert_prompt(model, second)
     whole = convert_prompt(model, torch.cat([first, second], dim=1))
     for name in SHIFT_STATE:
-        assert (getattr(added, name) - getattr(whole, name)).norm() <= LAW * (1 + getattr(whole, name).norm())
+        assert (added.stacked(name) - whole.stacked(name)).norm() <= LAW * (1 + whole.stacked(name).norm())
     # per layer and head, one of 14 tokens' features and values is that of a token without a predecessor
-    assert (added.b_D - whole.b_D).norm() < 0.2 * whole.b_D.norm()
+    assert (added.stacked("b_d") - whole.stacked("b_d")).norm() < 0.2 * whole.stacked("b_d").norm()
 
 
 @pytest.mark.parametrize("batch", [None, 3])
 def test_the_shift_state_of_a_sum_is_the_last_ones_of_a_difference_the_firsts_or_the_requested(batch):
     a, b, c = (bias_of(seed, batch) for seed in (1, 2, 3))  # three prompts, three shift states
-    later, last = replace(b, position_offset=8), replace(c, position_offset=9)
+    of_a, of_b, of_c = (bias.stacked("b_kv") for bias in (a, b, c))
+    later, last = replace(b, position_offset=8, record=None), replace(c, position_offset=9, record=None)
     for got, expected, total in (
-        (a + b, b, a.b_KV + b.b_KV),
-        (a - b, a, a.b_KV - b.b_KV),
-        (sum([a, b, c]), c, a.b_KV + b.b_KV + c.b_KV),
-        (combine(a, later, last, shift_state="first"), a, a.b_KV + b.b_KV + c.b_KV),
-        (combine(a, later, last, shift_state="last"), last, a.b_KV + b.b_KV + c.b_KV),
-        (combine(a, b, shift_state="zero"), a.zero_like(), a.b_KV + b.b_KV),
+        (a + b, b, of_a + of_b),
+        (a - b, a, of_a - of_b),
+        (sum([a, b, c]), c, of_a + of_b + of_c),
+        (combine(a, later, last, shift_state="first"), a, of_a + of_b + of_c),
+        (combine(a, later, last, shift_state="last"), last, of_a + of_b + of_c),
+        (combine(a, b, shift_state="zero"), a.zero_like(), of_a + of_b),
     ):
-        assert torch.equal(got.b_KV, total)
-        assert all(torch.equal(getattr(got, name), getattr(expected, name)) for name in SHIFT_STATE)
+        assert torch.equal(got.stacked("b_kv"), total)
+        assert all(torch.equal(got.stacked(name), expected.stacked(name)) for name in SHIFT_STATE)
         assert got.position_offset == expected.position_offset
     assert combine(a, b, c, shift_state="first").n_prompt_tokens == 21
 
@@ -197,7 +213,8 @@ def test_subtracting_with_different_offsets_proposes_what_subtracts():
         a - b
     (proposed,) = re.findall(r"kvlens\.(combine\(.*?\)) subtracts", str(refused.value))
     found = eval(proposed, {"combine": combine, "a": a, "b": b})
-    assert torch.equal(found.b_KV, a.b_KV - b.b_KV) and torch.equal(found.b_D, a.b_D - b.b_D)
+    for name in ("b_kv", "b_d"):
+        assert torch.equal(found.stacked(name), a.stacked(name) - b.stacked(name))
     assert found.position_offset == a.position_offset
 
 
@@ -218,10 +235,10 @@ def test_select_keeps_the_union_and_zeroes_the_rest(batch):
     for layer in range(2):
         for head in range(5):
             kept = layer == 1 or (layer, head) == (0, 3)
-            for name, index in (("b_KV", -3), ("b_D", -2)):
-                part, whole = (getattr(x, name)[layer].select(index, head) for x in (got, a))
+            for name, index in (("b_kv", -3), ("b_d", -2)):
+                part, whole = (x.stacked(name)[layer].select(index, head) for x in (got, a))
                 assert torch.equal(part, whole if kept else torch.zeros_like(whole))
-    assert all(torch.equal(getattr(got, name), getattr(a, name)) for name in SHIFT_STATE)
+    assert all(torch.equal(got.stacked(name), a.stacked(name)) for name in SHIFT_STATE)
     assert (got.n_prompt_tokens, got.position_offset) == (7, 7)
 
 
@@ -229,21 +246,21 @@ def test_select_keeps_the_union_and_zeroes_the_rest(batch):
 def test_selections_that_complete_each_other_add_up_to_the_whole(batch):
     a = bias_of(1, batch)
     parts = a.select(heads=[(0, 1), (1, 4)]), a.select(heads=[(0, h) for h in (0, 2, 3, 4)] + [(1, h) for h in range(4)])
-    assert torch.equal((parts[0] + parts[1]).b_KV, a.b_KV)
-    assert torch.equal((parts[0] + parts[1]).b_D, a.b_D)
-    assert torch.equal((a.select(layers=[0]) + a.select(layers=[1])).b_KV, a.b_KV)
-    assert torch.equal(a.select(layers=[0, 1]).b_KV, a.b_KV)
-    assert not a.select().b_KV.any()
-    assert torch.equal(a.select(layers=[-1]).b_KV, a.select(layers=[1]).b_KV)
-    assert torch.equal(a.select(heads=[(-1, -5)]).b_KV, a.select(heads=[(1, 0)]).b_KV)
+    assert torch.equal((parts[0] + parts[1]).stacked("b_kv"), a.stacked("b_kv"))
+    assert torch.equal((parts[0] + parts[1]).stacked("b_d"), a.stacked("b_d"))
+    assert torch.equal((a.select(layers=[0]) + a.select(layers=[1])).stacked("b_kv"), a.stacked("b_kv"))
+    assert torch.equal(a.select(layers=[0, 1]).stacked("b_kv"), a.stacked("b_kv"))
+    assert not a.select().stacked("b_kv").any()
+    assert torch.equal(a.select(layers=[-1]).stacked("b_kv"), a.select(layers=[1]).stacked("b_kv"))
+    assert torch.equal(a.select(heads=[(-1, -5)]).stacked("b_kv"), a.select(heads=[(1, 0)]).stacked("b_kv"))
 
 
 def test_zero_like_zeroes_the_shift_state_too_and_begins_where_it_did():
     bias = bias_of(1)
     zero = bias.zero_like()
     for name in TENSORS:
-        assert getattr(zero, name).shape == getattr(bias, name).shape
-        assert not getattr(zero, name).any()
+        assert zero.stacked(name).shape == bias.stacked(name).shape
+        assert not zero.stacked(name).any()
     assert (zero.position_offset, zero.fingerprint) == (7, bias.fingerprint)
 
 
@@ -255,7 +272,7 @@ def test_select_prompt_takes_one_row_of_everything():
     a = bias_of(1, 3, n_prompt_tokens=lengths, position_offset=lengths + 2)
     for index in (0, 1, 2, -1):
         one = a.select_prompt(index)
-        assert all(torch.equal(getattr(one, name), getattr(a, name)[:, index]) for name in TENSORS)
+        assert all(torch.equal(one.stacked(name), a.stacked(name)[:, index]) for name in TENSORS)
         assert (one.n_prompt_tokens, one.position_offset) == (int(lengths[index]), int(lengths[index]) + 2)
         assert type(one.n_prompt_tokens) is int
         assert one.batch_size is None
@@ -280,22 +297,22 @@ def test_counts_and_words():
 def test_dtypes_and_graphs_can_be_left_behind():
     a = bias_of(1, 3, n_prompt_tokens=torch.tensor([3, 1, 8]))
     single = a.to(torch.float32)
-    assert {getattr(single, name).dtype for name in TENSORS} == {torch.float32}
+    assert {single.stacked(name).dtype for name in TENSORS} == {torch.float32}
     assert single.n_prompt_tokens.dtype == torch.int64
     assert_identical(a.to("cpu"), a)
-    graph = replace(a, b_KV=a.b_KV.clone().requires_grad_())
-    assert (0.5 * graph).b_KV.requires_grad
-    assert not graph.detach().b_KV.requires_grad
+    graph = with_stacked(a, b_kv=a.stacked("b_kv").requires_grad_())
+    assert (0.5 * graph).stacked("b_kv").requires_grad
+    assert not graph.detach().stacked("b_kv").requires_grad
 
 
 @pytest.mark.parametrize("tensor", TENSORS)
 def test_what_is_not_finite_is_never_attached(tensor):
     model, a = model_of(), bias_of(1)
     for value in (float("nan"), float("inf")):
-        broken = getattr(a, tensor).clone()
+        broken = a.stacked(tensor)
         broken[1].flatten()[-1] = value
         with pytest.raises(KVLensError, match=f"attach_kv_bias: {tensor} of layer 1 is not finite"):
-            model.attach_kv_bias(replace(a, **{tensor: broken}))
+            model.attach_kv_bias(with_stacked(a, **{tensor: broken}))
         assert model.attached_kv_bias is None
 
 
@@ -308,7 +325,8 @@ def test_what_is_not_finite_is_never_attached(tensor):
 )
 def test_round_trip_bit_for_bit(tmp_path, batch, lengths, dtype):
     a = bias_of(1, batch, n_prompt_tokens=lengths, position_offset=lengths).to(dtype)
-    a.b_KV.flatten()[:4] = torch.tensor([-0.0, *(getattr(torch.finfo(dtype), x) for x in ("tiny", "max", "min"))], dtype=dtype)
+    extremes = [-0.0, *(getattr(torch.finfo(dtype), x) for x in ("tiny", "max", "min"))]
+    a.layers[0].attention.b_kv.flatten()[:4] = torch.tensor(extremes, dtype=dtype)
     a.save(tmp_path / "prompt.safetensors")
     assert_identical(KVBias.load(tmp_path / "prompt.safetensors"), a)
     assert_identical(KVBias.load(str(tmp_path / "prompt.safetensors")), a)
@@ -316,12 +334,13 @@ def test_round_trip_bit_for_bit(tmp_path, batch, lengths, dtype):
 
 def test_round_trip_of_a_view_with_a_graph_and_an_empty_shift_state(tmp_path):
     a = bias_of(1, 3)
-    a = replace(a, last_q=a.last_q[:, :, :0], b_D=a.b_D.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_())
+    turned = a.stacked("b_d").transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
+    a = with_stacked(a, last_q=a.stacked("last_q")[:, :, :0], b_d=turned)
     (0.5 * a.select_prompt(1)).save(tmp_path / "prompt.safetensors")
     loaded = KVBias.load(tmp_path / "prompt.safetensors")
     assert_identical(loaded, 0.5 * a.select_prompt(1))
-    assert loaded.last_q.shape == (2, 0, 5, 6)
-    assert not loaded.b_D.requires_grad
+    assert loaded.stacked("last_q").shape == (2, 0, 5, 6)
+    assert not loaded.stacked("b_d").requires_grad
 
 
 def test_files_of_others_are_refused(tmp_path):
@@ -349,7 +368,7 @@ def test_one_changed_weight_is_noticed_and_how_a_shift_was_initialized_is_no_par
 
 CHANGES = {
     "format version 7, this kvlens reads 6: upgrade": lambda tensors, metadata, meta: metadata.update(format_version="7"),
-    **{f"lacks {name}": lambda tensors, metadata, meta, name=name: tensors.pop(name) for name in TENSORS},
+    **{f"lacks {name}": lambda tensors, metadata, meta, name=name: tensors.pop(name) for name in ("b_KV", "b_D", *SHIFT_STATE)},
     "has glow, which this version does not know; upgrade": lambda tensors, metadata, meta: meta.update(glow=1),
     "has flow, which this version": lambda tensors, metadata, meta: tensors.update({"flow.a": torch.zeros(1)}),
     "lacks a complete fingerprint": lambda tensors, metadata, meta: meta.update(fingerprint={"n_layers": 2}),

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from stacked_tensors import with_stacked
 from tiny_text_model import PROMPT, tiny_text_model
 
 from kvlens import KVBias, combine, convert_prompt
-from kvlens.kv_bias import RandomFeatures
+from kvlens.kv_bias import Features, RandomFeatures, State
 
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 
@@ -31,49 +32,56 @@ def softmax():
 
 
 def random(seed=0):
-    shape = softmax().features.keys.shape
-    return replace(softmax(), features=RandomFeatures(torch.randn(shape, generator=torch.Generator().manual_seed(seed))))
+    def with_random(part):
+        drawn = torch.randn(part.keys.shape[1:], generator=torch.Generator().manual_seed(seed))
+        return Features(part.b_kv, part.b_d, part.log_scale, RandomFeatures(drawn))
+
+    return softmax().map_layers(lambda layer: layer.each(with_random))
 
 
-def narrow_keys():
-    return replace(softmax(), features=replace(softmax().features, keys=softmax().features.keys[..., :3]))
+def without_features():
+    return softmax().map_layers(lambda layer: layer.each(lambda part: State(part.b_kv, part.b_d)))
 
 
 def other_model(**fields):
-    return replace(linear(), fingerprint=replace(linear().fingerprint, **fields))
+    return replace(linear(), fingerprint=replace(linear().fingerprint, **fields), record=None)
 
 
 def moved(bias=None, to=8):
-    return replace(bias or linear(), position_offset=to)
+    return replace(bias or linear(), position_offset=to, record=None)
+
+
+def counted(bias, n):
+    return replace(bias, n_prompt_tokens=n, record=None)
 
 
 REFUSED = [
     # what it holds
     ("layer=3", lambda: other_model(n_layers=3)),
-    ("b_KV must be", lambda: other_model(d_phi=99)),
-    ("b_KV must be", lambda: other_model(n_heads=99)),
-    ("b_KV must be", lambda: other_model(d_head=99)),
-    ("last_k must be", lambda: other_model(n_kv_heads=99)),
-    ("b_KV must hold floating-point numbers, got torch.int64", lambda: replace(linear(), b_KV=linear().b_KV.long())),
-    ("last_k must hold floating-point numbers", lambda: replace(linear(), last_k=linear().last_k.long())),
+    *(
+        (f"{name} of layer 0 must be", lambda name=name: with_stacked(linear(), **{name: linear().stacked(name)[..., :2]}))
+        for name in ("b_kv", "b_d", "last_k")
+    ),
+    ("got torch.int64", lambda: with_stacked(linear(), b_kv=linear().stacked("b_kv").long())),
+    ("last_k of layer 0 must hold", lambda: with_stacked(linear(), last_k=linear().stacked("last_k").long())),
     (f"position_offset {COUNT}", lambda: moved(to=-1)),
     *(
-        (f"n_prompt_tokens {COUNT}", lambda n=n: replace(batch(3), n_prompt_tokens=n))
+        (f"n_prompt_tokens {COUNT}", lambda n=n: counted(batch(3), n))
         for n in (-7, 10**12, "a", True, 2.0, torch.tensor(3), torch.ones(3), torch.tensor([1, 2]), torch.tensor([1, 2, -3]))
     ),
-    (f"n_prompt_tokens {COUNT}", lambda: replace(linear(), n_prompt_tokens=torch.tensor([3]))),
-    ("features.keys must be", narrow_keys),
-    ("log_scale must be", lambda: replace(softmax(), log_scale=softmax().log_scale[:, :2])),
-    ("last_v must be", lambda: replace(softmax(), last_v=softmax().last_v[..., :2, :])),
-    ("are only for softmax", lambda: replace(softmax(), features=None, log_scale=None)),
+    (f"n_prompt_tokens {COUNT}", lambda: counted(linear(), torch.tensor([3]))),
+    ("keys of layer 0 must be", lambda: with_stacked(softmax(), keys=softmax().stacked("keys")[..., :3])),
+    ("log_scale of layer 0 must be", lambda: with_stacked(softmax(), log_scale=softmax().stacked("log_scale")[:, :2])),
+    ("last_v of layer 0 must be", lambda: with_stacked(softmax(), last_v=softmax().stacked("last_v")[..., :2, :])),
+    ("are only for softmax", without_features),
     # arithmetic
     ("position offsets differ (0 and 8)", lambda: linear() + moved()),
     ("position offsets differ (0 and 8)", lambda: combine(linear(), moved())),
     ("position offsets differ", lambda: combine(linear(), moved(), shift_state="zero")),
     ("position offsets differ", lambda: moved(batch(), torch.tensor([7, 7])) + moved(batch(), torch.tensor([7, 8]))),
     ("position offsets differ", lambda: softmax() + moved(softmax(), 3)),
-    ("shift states differ (last_k)", lambda: combine(linear(), replace(linear(), last_k=linear().last_k + 1))),
-    ("shift states differ (last_v)", lambda: combine(linear(), replace(linear(), last_v=linear().last_v + 1))),
+    ("shift states differ (last_k)", lambda: combine(linear(), with_stacked(linear(), last_k=linear().stacked("last_k") + 1))),
+    ("shift states differ (last_v)", lambda: combine(linear(), with_stacked(linear(), last_v=linear().stacked("last_v") + 1))),
     ("shift_state='last'", lambda: combine(linear(), convert_prompt(tiny_text_model(), "The widget"))),
     ("batch shapes differ", lambda: combine(linear(), batch())),
     ("batch shapes differ", lambda: combine(batch(), batch(3))),

@@ -1,20 +1,27 @@
-"""A softmax bias: how it adds, what its file keeps, and held in buckets of heads the same numbers as its padded tensors, in
-less memory, on both front ends.
-"""
-
-from dataclasses import replace
+"""A softmax bias: how it adds, what its file keeps, and with each layer as wide as its widest head the same numbers."""
 
 import pytest
 import torch
 from ops_cases import normal
 from precision import LAW, relative_error
 from small_models import logits_under, sharp, tokens
+from stacked_tensors import with_stacked
 from tiny_hf import tiny_hf_model
 
 from kvlens import KVBias, KVLensError, KVTransformerBridge, combine, convert_prompt
 from kvlens.conversion import Landmark
-from kvlens.kv_bias import BiasFit, EluFeatures, Fingerprint, LearnedFeatures, RandomFeatures, TaylorFeatures, VirtualKeys
-from kvlens.kv_bias.storage import KeyBuckets
+from kvlens.kv_bias import (
+    BiasFit,
+    EluFeatures,
+    Features,
+    Fingerprint,
+    Keys,
+    Layer,
+    LearnedFeatures,
+    RandomFeatures,
+    TaylorFeatures,
+    VirtualKeys,
+)
 from kvlens.ops.softmax_attention import ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule
 
@@ -32,39 +39,37 @@ def fingerprint() -> Fingerprint:
     )  # fmt: skip
 
 
-def features(kind: str, lead: tuple[int, ...], seed: int, r: int = R):
+def features(kind: str, batch: int, seed: int, r: int = R):
+    """Of one layer."""
     if kind == "virtual_keys":
-        return VirtualKeys(normal(*lead, KV, r, D, seed=seed), torch.arange(r, 0, -1).expand(*lead, KV, r).clone())
+        return VirtualKeys(normal(batch, KV, r, D, seed=seed), torch.arange(r, 0, -1).expand(batch, KV, r).clone())
     if kind == "random":
-        return RandomFeatures(normal(LAYERS, KV, r, D, seed=99))
+        return RandomFeatures(normal(KV, r, D, seed=99))
     if kind == "learned":
-        return LearnedFeatures(normal(LAYERS, KV, r, D, seed=98), normal(LAYERS, KV, r, seed=97))
+        return LearnedFeatures(normal(KV, r, D, seed=98), normal(KV, r, seed=97))
     return EluFeatures(D) if kind == "elu_plus_one" else TaylorFeatures(D)
 
 
 def bias(kind: str = "virtual_keys", seed: int = 1, batch: int | None = None, r: int = R, **changes) -> KVBias:
-    lead = (LAYERS,) if batch is None else (LAYERS, batch)
-    phi = features(kind, lead, seed, r)
-    empty = torch.zeros(*lead, 0, KV, D, dtype=torch.float64)
-    made = KVBias(
-        b_KV=normal(*lead, KV, phi.n_features, D, seed=seed + 10),
-        b_D=normal(*lead, KV, phi.n_features, seed=seed + 20).abs(),
-        last_k=empty, last_v=empty, last_q=torch.zeros(*lead, 0, HEADS, D, dtype=torch.float64),
-        n_prompt_tokens=9, position_offset=9, fingerprint=fingerprint(), features=phi,
-        log_scale=normal(*lead, KV, seed=seed + 30),
-    )  # fmt: skip
-    return replace(made, **changes)
+    n, made_of = batch or 1, Keys if kind == "virtual_keys" else Features
+
+    def layer(seed: int) -> Layer:
+        phi = features(kind, n, seed, r)
+        b_kv, b_d = normal(n, KV, phi.n_features, D, seed=seed + 10), normal(n, KV, phi.n_features, seed=seed + 20).abs()
+        last = {x: torch.zeros(n, 0, HEADS if x == "q" else KV, D, dtype=torch.float64) for x in "kvq"}
+        return Layer((made_of(b_kv, b_d, normal(n, KV, seed=seed + 30), phi),), last)
+
+    given = dict(n_prompt_tokens=9, position_offset=9, fingerprint=fingerprint(), record=None, single=batch is None)
+    return KVBias(**{"layers": (layer(seed), layer(seed + 100)), **given, **changes})
 
 
 def read(b: KVBias, layer: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """phi(q).b_KV and phi(q).b_D of fixed queries, in plain numbers: what the bias means."""
-    q, whole = normal(2, 4, HEADS, D, seed=50), b.per_query_head()
-    b_kv, b_d, scale = (t[layer] if b.batch_size is not None else t[layer][None] for t in (whole.b_KV, whole.b_D, b.log_scale))
-    phi = b.features.of_layer(layer).read(q, RULE, None, scale, b_kv, b_d)
+    q, part = normal(2, 4, HEADS, D, seed=50), b.per_query_head().layers[layer].attention
+    phi = part.features.read(q, RULE, None, part.log_scale, part.b_kv, part.b_d)
     plain = phi.features * phi.log_scale.exp()[..., None]
-    return torch.einsum("bphr,bhrd->bphd", plain, b_kv.expand(2, -1, -1, -1)), torch.einsum(
-        "bphr,bhr->bph", plain, b_d.expand(2, -1, -1)
-    )
+    b_kv, b_d = part.b_kv.expand(2, -1, -1, -1), part.b_d.expand(2, -1, -1)
+    return torch.einsum("bphr,bhrd->bphd", plain, b_kv), torch.einsum("bphr,bhr->bph", plain, b_d)
 
 
 def assert_same(a: KVBias, b: KVBias) -> None:
@@ -87,23 +92,21 @@ def test_arithmetic_is_that_of_what_the_bias_means(kind, batch):
 def test_virtual_keys_of_unlike_numbers_stand_side_by_side():
     a, b = bias(r=3), bias(seed=2, r=5)
     total = a + b
-    assert torch.equal(total.features.keys, torch.cat([a.features.keys, b.features.keys], dim=-2))
-    assert torch.equal(total.features.distance[..., 3:], b.features.distance)
+    assert torch.equal(total.stacked("keys"), torch.cat([a.stacked("keys"), b.stacked("keys")], dim=-2))
+    assert torch.equal(total.stacked("distance")[..., 3:], b.stacked("distance"))
     assert total.num_parameters == a.num_parameters + b.num_parameters
 
 
 def test_a_log_scale_beyond_exp_adds_without_overflow():
     a, b = bias(), bias(seed=2)
-    a = replace(a, log_scale=a.log_scale + 1500.0)
+    a = with_stacked(a, log_scale=a.stacked("log_scale") + 1500.0)
     total = a + b
-    assert all(bool(x.isfinite().all()) for x in (total.b_KV, total.b_D, total.log_scale))
-    q = normal(1, 4, HEADS, D, seed=50)
-    z = join_bias(
-        normal(1, 4, HEADS, D, seed=60), ScaledMass(normal(1, 4, HEADS, seed=61).exp(), normal(1, 4, HEADS, seed=62)),
-        total.features.of_layer(0).read(q, RULE, None, total.log_scale[:1], total.b_KV[:1], total.b_D[:1]),
-        total.b_KV[:1], total.b_D[:1],
-    )  # fmt: skip
-    assert all(bool(part.isfinite().all()) for part in z)
+    assert all(bool(x.isfinite().all()) for x in (total.stacked("b_kv"), total.stacked("b_d"), total.stacked("log_scale")))
+    q, part = normal(1, 4, HEADS, D, seed=50), total.layers[0].attention
+    phi = part.features.read(q, RULE, None, part.log_scale, part.b_kv, part.b_d)
+    own = ScaledMass(normal(1, 4, HEADS, seed=61).exp(), normal(1, 4, HEADS, seed=62))
+    z = join_bias(normal(1, 4, HEADS, D, seed=60), own, phi, part.b_kv, part.b_d)
+    assert all(bool(x.isfinite().all()) for x in z)
 
 
 def test_selections_that_complete_each_other_add_up():
@@ -123,7 +126,7 @@ def test_one_prompt_of_a_batch():
     one = both.select_prompt(1)
     for got, expected in zip(read(one), read(both), strict=True):
         assert relative_error(got[1], expected[1]) < LAW
-    assert bias("random", batch=2).select_prompt(0).features.projection.shape == (LAYERS, KV, R, D)
+    assert bias("random", batch=2).select_prompt(0).stacked("projection").shape == (LAYERS, KV, R, D)
 
 
 def a_fit(batch: int | None = None) -> BiasFit:
@@ -136,20 +139,20 @@ def a_fit(batch: int | None = None) -> BiasFit:
 
 @pytest.mark.parametrize("kind", ["virtual_keys", "random", "taylor", "elu_plus_one", "learned"])
 def test_a_file_keeps_everything(kind, tmp_path):
-    saved = bias(kind, batch=2, fit=a_fit(2))
+    saved = bias(kind, batch=2, record=a_fit(2))
     saved.save(tmp_path / "b.safetensors")
     loaded = KVBias.load(tmp_path / "b.safetensors")
     assert_same(saved, loaded)
     assert loaded.fit.rows() == saved.fit.rows()
     assert loaded.fit.settings == saved.fit.settings
-    assert loaded.features.kind == kind
+    assert loaded.kind == kind
 
 
 def with_budgets(b: KVBias) -> KVBias:
     """Between 1 and 7 keys per head, the others without a weight."""
-    counts = torch.arange(LAYERS * KV * (b.batch_size or 1)).reshape(b.b_D.shape[:-1]) % R + 1
-    on = (torch.arange(R) < counts[..., None]).to(b.b_D)
-    return replace(b, b_KV=b.b_KV * on[..., None], b_D=b.b_D * on)
+    counts = torch.arange(LAYERS * KV * (b.batch_size or 1)).reshape(b.stacked("b_d").shape[:-1]) % R + 1
+    on = (torch.arange(R) < counts[..., None]).to(b.stacked("b_d"))
+    return with_stacked(b, b_kv=b.stacked("b_kv") * on[..., None], b_d=b.stacked("b_d") * on)
 
 
 @pytest.mark.parametrize("batch", [None, 2])
@@ -161,16 +164,16 @@ def test_a_file_leaves_out_keys_without_a_weight(selected, batch, tmp_path):
     if selected:
         whole, ragged = (b.select(layers=[0], heads=[(1, 2)]) for b in (whole, ragged))
     counts = (torch.arange(LAYERS * KV * (batch or 1)) % R + 1).reshape(LAYERS, batch or 1, KV)
-    kept = (
-        int(counts[0].sum() + counts[1, :, 1].sum()) if selected else int(counts.sum())
-    )  # query head 2 reads key-value head 1
+    # query head 2 reads key-value head 1
+    kept = int(counts[0].sum() + counts[1, :, 1].sum()) if selected else int(counts.sum())
     assert ragged.num_parameters == kept * (heads // KV * (D + 1) + D)
     whole.save(tmp_path / "whole.safetensors")
     ragged.save(tmp_path / "ragged.safetensors")
     assert (tmp_path / "ragged.safetensors").stat().st_size < (tmp_path / "whole.safetensors").stat().st_size - kept * D
     loaded = KVBias.load(tmp_path / "ragged.safetensors")
-    assert torch.equal(loaded.b_KV, ragged.b_KV) and torch.equal(loaded.b_D, ragged.b_D)
-    assert int(loaded.features.distance.min()) == 1  # also of the keys left out: none stands in the text
+    narrow = ragged.narrowed()  # as a bias that is not exact is read
+    assert all(torch.equal(loaded.stacked(name), narrow.stacked(name)) for name in ("b_kv", "b_d"))
+    assert int(loaded.stacked("distance").min()) == 1  # also of the keys left out: none stands in the text
     assert_same(loaded, ragged)
     loaded.save(tmp_path / "again.safetensors")
     assert_same(KVBias.load(tmp_path / "again.safetensors"), ragged)
@@ -181,7 +184,7 @@ def test_a_bias_without_any_key_in_use_is_kept_too(tmp_path):
     nothing.save(tmp_path / "b.safetensors")
     loaded = KVBias.load(tmp_path / "b.safetensors")
     assert nothing.num_parameters == 0 and not read(nothing)[0].any()
-    assert torch.equal(loaded.b_KV, nothing.b_KV) and loaded.d_phi == R
+    assert torch.equal(loaded.stacked("b_kv"), nothing.stacked("b_kv")) and loaded.d_phi == R
 
 
 CHANGES = [
@@ -210,8 +213,8 @@ def test_the_rows_of_a_fit():
 
 def test_dtype_moves_numbers_and_leaves_distances():
     moved = bias().to(torch.float16)
-    assert moved.features.keys.dtype == moved.log_scale.dtype == torch.float16
-    assert moved.features.distance.dtype == torch.int64
+    assert moved.stacked("keys").dtype == moved.stacked("log_scale").dtype == torch.float16
+    assert moved.stacked("distance").dtype == torch.int64
     assert combine(bias(), bias(position_offset=3), shift_state="last").position_offset == 3
 
 
@@ -229,23 +232,25 @@ BRIDGE = ["llama", "gpt2", "gemma2", "gpt_oss", "deepseek_v3", "qwen3_5", "falco
 def thinned(exact: KVBias, seed: int = 0) -> KVBias:
     """Some keys of a prompt, in every head another number, with weights; one head of the first layer has none."""
     generator = torch.Generator().manual_seed(seed)
-    shape = exact.features.distance.shape
+    shape = exact.stacked("distance").shape
     n = (torch.rand(shape[:-1], generator=generator).square() * shape[-1]).long() + 1
     n[0, ..., 0] = 0
     rank = torch.rand(shape, generator=generator).argsort(dim=-1).argsort(dim=-1)
     weights = torch.rand(shape, generator=generator) * (rank < n[..., None]) * 2
-    weights = weights.repeat_interleave(exact.b_D.shape[-2] // shape[-2], dim=-2).to(exact.b_D)
-    return replace(exact, b_D=weights, b_KV=exact.b_KV * weights[..., None], log_scale=exact.log_scale + 0.3)
+    weights = weights.repeat_interleave(exact.stacked("b_d").shape[-2] // shape[-2], dim=-2).to(exact.stacked("b_d"))
+    return with_stacked(
+        exact, b_d=weights, b_kv=exact.stacked("b_kv") * weights[..., None], log_scale=exact.stacked("log_scale") + 0.3
+    )
 
 
 def n_stored(bias: KVBias) -> int:
-    return sum(x.numel() for x in bias.stored().values())
+    return sum(x.numel() for x in bias.tensors().values())
 
 
-def compact_of(padded: KVBias) -> KVBias:
-    compact = padded.compact()
-    assert n_stored(compact) < n_stored(padded)
-    return compact
+def narrowed(wide: KVBias) -> KVBias:
+    narrow = wide.narrowed()
+    assert n_stored(narrow) < n_stored(wide) and narrow.fit is wide.fit
+    return narrow
 
 
 @pytest.fixture(scope="module", params=[*HOOKED, *BRIDGE])
@@ -257,30 +262,18 @@ def model(request, bridge_of):
 
 @pytest.mark.parametrize("batch", [None, 2])
 @pytest.mark.parametrize("heads", [KV, HEADS], ids=["a row per key-value head", "a row per query head"])
-def test_the_two_buckets_of_a_layer_take_the_fewest_rows_and_hold_every_key_in_use(heads, batch):
-    """Against all pairs of buckets that there are; a bucket of a layer is a view, and as wide as its widest head."""
+def test_a_layer_is_as_wide_as_its_widest_head_and_holds_every_key_in_use(heads, batch):
     ragged = with_budgets(bias(batch=batch))
-    ragged = ragged.per_query_head() if heads == HEADS else ragged
-    tensors = ragged.tensors()
-    used = tensors["b_D"].unflatten(-2, (KV, -1))[..., 0, :] != 0
-    counts = used.sum(dim=-1).reshape(LAYERS, batch or 1, KV).amax(dim=1).tolist()
-    buckets, start = KeyBuckets.of(tensors, KV), 0
-    for of_layer, found in zip(counts, buckets.layers, strict=True):
-        assert sorted(head for bucket in found for head in bucket.heads) == list(range(KV))
-        pairs = [[[n for i, n in enumerate(of_layer) if s >> i & 1 == side] for side in (0, 1)] for s in range(2**KV)]
-        fewest = min(sum(len(side) * max(side, default=0) for side in pair) for pair in pairs)
-        assert sum(len(bucket.heads) * bucket.width for bucket in found) == fewest
-        for bucket in found:
-            assert bucket.start == start and bucket.width == max(of_layer[head] for head in bucket.heads)
-            block = buckets.block("features.keys", bucket)
-            assert block.data_ptr() == buckets.rows["features.keys"][start:].data_ptr()
-            start += block.shape[:-1].numel()
-    assert start == len(buckets.rows["features.keys"])
-    for name, rows in buckets.rows.items():
-        whole, n_rows = buckets.whole(name), heads if name.startswith("b_") else KV
-        on = used.repeat_interleave(n_rows // KV, dim=-2)
-        # the keys of a head may come in another order: its used ones first, which here they are
-        assert torch.equal(whole[on], tensors[name][on]) and len(rows) == start * n_rows // KV
+    ragged = ragged.select(layers=[0], heads=[(1, 2)]) if heads == HEADS else ragged
+    for wide, narrow in zip(ragged.attention, ragged.narrowed().attention, strict=True):
+        used = (wide.b_d != 0).unflatten(1, (KV, -1)).any(dim=2)
+        assert narrow.keys.shape[2] == narrow.b_d.shape[2] == used.sum(dim=-1).max()
+        assert torch.equal(narrow.used.sum(dim=-1), used.sum(dim=-1))
+        for mine, theirs in ((narrow.keys, wide.keys), (narrow.distance, wide.distance)):
+            assert torch.equal(mine[narrow.used], theirs[used])
+        of_queries = used.repeat_interleave(heads // KV, dim=1), narrow.used.repeat_interleave(heads // KV, dim=1)
+        assert torch.equal(narrow.b_kv[of_queries[1]], wide.b_kv[of_queries[0]])
+    assert_same(ragged, ragged.narrowed())
 
 
 @pytest.fixture
@@ -290,120 +283,77 @@ def rotary():
 
 @torch.no_grad()
 @pytest.mark.parametrize("prompt", [PROMPT, tokens(2, N_PROMPT)], ids=["one prompt", "a batch"])
-def test_a_model_reads_it_as_the_padded_one(model, prompt):
-    padded = thinned(convert_prompt(model, prompt))
-    compact, text = compact_of(padded), tokens(2, 9, seed=1)
+def test_a_model_reads_narrow_layers_as_wide_ones(model, prompt):
+    wide = thinned(convert_prompt(model, prompt))
+    narrow, text = narrowed(wide), tokens(2, 9, seed=1)
     for some in (text, text[:, :1]):  # one query has a form of its own
-        assert relative_error(logits_under(model, compact, some), logits_under(model, padded, some)) < LAW
-    assert compact._buckets is not None  # nobody asked for the padded tensors
+        assert relative_error(logits_under(model, narrow, some), logits_under(model, wide, some)) < LAW
 
 
 def test_gradients_of_the_text_are_the_same(model):
-    padded, text = thinned(convert_prompt(model, PROMPT)), tokens(1, 5, seed=1)
-    weights = [p for p in model.parameters() if p.requires_grad]
-    compact, found = compact_of(padded), []
-    for bias in (compact, padded):
+    wide, text = thinned(convert_prompt(model, PROMPT)), tokens(1, 5, seed=1)
+    weights, found = [p for p in model.parameters() if p.requires_grad], []
+    for bias in (narrowed(wide), wide):
         gradients = torch.autograd.grad(logits_under(model, bias, text).square().sum(), weights, allow_unused=True)
         found.append(torch.cat([x.flatten() for x in gradients if x is not None]))
-    assert compact._buckets is not None and relative_error(*found) < LAW
-
-
-def test_gradients_of_the_bias_pass_through_its_buckets(rotary):
-    exact, text = convert_prompt(rotary, PROMPT), tokens(1, 5, seed=1)
-    found = []
-    for form in (KVBias.compact, KVBias.padded):
-        padded = thinned(exact)
-        leaf = padded.b_KV.clone().requires_grad_()
-        bias = form(replace(padded, b_KV=leaf))
-        (gradient,) = torch.autograd.grad(logits_under(rotary, bias, text).square().sum(), leaf)
-        found.append(gradient * (padded.b_D != 0)[..., None])
     assert relative_error(*found) < LAW
 
 
-@torch.no_grad()
-def test_hooks_see_the_shapes_of_the_padded_one(rotary):
-    bias = compact_of(thinned(convert_prompt(rotary, PROMPT)))
-    padded, text = bias.padded(), tokens(1, 5, seed=1)
-    caches = []
-    for each in (bias, padded):
-        with rotary.kv_bias(each):
-            caches.append(rotary.run_with_cache(text)[1])
-    assert caches[0].keys() == caches[1].keys()
-    for name in caches[1]:
-        torch.testing.assert_close(caches[0][name], caches[1][name], rtol=1e-11, atol=1e-11)
-    assert bias._buckets is not None
+def test_gradients_of_the_bias_reach_every_key_in_use(rotary):
+    wide, text = thinned(convert_prompt(rotary, PROMPT)), tokens(1, 5, seed=1)
+    found = []
+    for form in (KVBias.narrowed, lambda bias: bias):
+        leaf = wide.stacked("b_kv").requires_grad_()
+        (gradient,) = torch.autograd.grad(logits_under(rotary, form(with_stacked(wide, b_kv=leaf)), text).square().sum(), leaf)
+        found.append(gradient * (wide.stacked("b_d") != 0)[..., None])
+    assert relative_error(*found) < LAW
+
+
+OPERATIONS = {
+    "sum": lambda a, b: a + b,
+    "multiple": lambda a, b: 2 * a,
+    "toward": lambda a, b: a.toward(b, 0.3),
+    "combine": lambda a, b: combine(b, a, weights=[0.5, 0.2]),
+    "heads": lambda a, b: a.select(heads=[(1, 2), (0, 4)]),
+    "layers": lambda a, b: a.select(layers=[1]),
+    "zeros": lambda a, b: a.zero_like() + a,
+    "float32 and back": lambda a, b: a.to("float32").to("float64"),
+    "by query head": lambda a, b: a.per_query_head(),
+}
 
 
 @torch.no_grad()
-def test_arithmetic_is_that_of_the_padded_one_and_stays_compact(rotary):
-    exact = convert_prompt(rotary, PROMPT)
+@pytest.mark.parametrize("make", OPERATIONS.values(), ids=OPERATIONS)
+def test_arithmetic_of_layers_of_unlike_widths(make, rotary):
+    exact, text = convert_prompt(rotary, PROMPT), tokens(1, 5, seed=1)
     a, b = (thinned(exact, seed) for seed in (1, 2))
-    text = tokens(1, 5, seed=1)
-    made = {
-        "sum": lambda a, b: a + b,
-        "multiple": lambda a, b: 2 * a,
-        "toward": lambda a, b: a.toward(b, 0.3),
-        "combine": lambda a, b: combine(b, a, weights=[0.5, 0.2]),
-        "heads": lambda a, b: a.select(heads=[(1, 2), (0, 4)]),
-        "layers": lambda a, b: a.select(layers=[1]),
-        "zeros": lambda a, b: a.zero_like() + a,
-        "float32 and back": lambda a, b: a.to("float32").to("float64"),
-        "by query head": lambda a, b: a.per_query_head(),
-    }
-    for name, make in made.items():
-        expected, found = make(a, b), make(a.compact(), b.compact())
-        assert n_stored(found) < n_stored(expected), name
-        assert relative_error(logits_under(rotary, found, text), logits_under(rotary, expected, text)) < LAW, name
-        assert found.num_parameters == expected.num_parameters, name
-    batch = a.compact().repeat(2)
-    assert relative_error(logits_under(rotary, batch, text.repeat(2, 1)), logits_under(rotary, a, text.repeat(2, 1))) < LAW
-    assert relative_error(logits_under(rotary, batch.select_prompt(1), text), logits_under(rotary, a, text)) < LAW
+    expected, found = make(a, b), make(a.narrowed(), b.narrowed())
+    assert n_stored(found) < n_stored(expected) and found.num_parameters == expected.num_parameters
+    assert relative_error(logits_under(rotary, found, text), logits_under(rotary, expected, text)) < LAW
 
 
 @torch.no_grad()
-def test_a_fit_is_compact_and_so_is_what_its_file_gives(rotary, tmp_path):
+def test_batches_of_layers_of_unlike_widths(rotary):
+    a, b = (thinned(convert_prompt(rotary, PROMPT), seed) for seed in (1, 2))
+    text = tokens(1, 5, seed=1)
+    expected = torch.cat([logits_under(rotary, bias, text) for bias in (a, b)])
+    both = KVBias.batch([a.narrowed().repeat(1), b.narrowed().repeat(1)])
+    assert relative_error(logits_under(rotary, both, text.repeat(2, 1)), expected) < LAW
+    assert relative_error(logits_under(rotary, both.select_prompt(1), text), expected[1:]) < LAW
+
+
+@torch.no_grad()
+def test_a_fit_is_narrow_and_so_is_what_its_file_gives(rotary, tmp_path):
     way = Landmark(n_keys=3, n_continuations=4, continuation_length=5, n_held_out=0)
     bias = convert_prompt(rotary, PROMPT, method=way, verbose=False)
-    assert repr(bias) == repr(bias.padded()) and bias.d_phi == bias.padded().d_phi
-    assert bias._buckets is not None
+    assert [part.keys.shape[2] for part in bias.attention] == [int(part.used.sum(dim=-1).max()) for part in bias.attention]
     bias.save(tmp_path / "a")
-    bias.padded().save(tmp_path / "b")
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
     again = KVBias.load(tmp_path / "a")
-    assert n_stored(again) == n_stored(bias) < n_stored(bias.padded())
-    whole, same = bias.tensors(), again.tensors()
-    used = whole["b_D"] != 0
-    for name in ("b_KV", "b_D", "log_scale"):
-        assert torch.equal(same[name], whole[name])
-    for name in ("features.keys", "features.distance"):
-        assert torch.equal(same[name][used], whole[name][used])
-    assert again.fit.history == bias.fit.history == ()
+    for name, x in bias.tensors().items():
+        assert torch.equal(again.tensors()[name], x) or name[1] in ("keys", "distance")  # of unused keys nothing is kept
+    assert repr(again) == repr(bias) and again.fit.history == bias.fit.history == ()
     text = tokens(1, 5, seed=1)
     assert torch.equal(logits_under(rotary, again, text), logits_under(rotary, bias, text))
-
-
-@torch.no_grad()
-def test_its_padded_tensors_can_be_written_to_while_it_is_attached(model):
-    bias = compact_of(thinned(convert_prompt(model, PROMPT)))
-    text = tokens(1, 5, seed=1)
-    model.attach_kv_bias(bias)
-    before = model(text)
-    bias.b_KV.mul_(2)
-    after = model(text)
-    model.detach_kv_bias()
-    assert relative_error(after, before) > 1e-6
-    assert relative_error(after, logits_under(model, replace(bias, b_KV=bias.b_KV.clone()), text)) < LAW
-
-
-def test_a_replaced_field_is_recorded_as_that_of_any_other(rotary):
-    way = Landmark(n_keys=3, n_continuations=4, continuation_length=5, n_held_out=0)
-    bias = convert_prompt(rotary, PROMPT, method=way, verbose=False)
-    assert replace(bias.compact(), n_prompt_tokens=N_PROMPT).fit is bias.fit
-    b_kv = bias.padded().b_KV * 2
-    assert "b_KV replaced" in replace(bias.compact(), b_KV=b_kv).fit.history[-1]
-    whole = bias.padded()
-    fields = dict(b_KV=whole.b_KV, b_D=whole.b_D * 2, features=whole.features)
-    assert "b_D" in replace(bias.compact(), **fields).fit.history[-1]
 
 
 @torch.no_grad()
@@ -411,10 +361,9 @@ def test_a_replaced_field_is_recorded_as_that_of_any_other(rotary):
 def test_a_cache_of_transformers_is_no_wider_than_its_layers(family):
     hf, model = (tiny_hf_model(family) for _ in range(2))
     model = KVTransformerBridge.boot_transformers(model)
-    bias = compact_of(thinned(convert_prompt(model, PROMPT)))
-    caches = [each.to_cache() for each in (bias, bias.padded())]
-    hf.set_attn_implementation("kvlens")
-    text = tokens(1, 5, seed=1)
-    assert relative_error(*(hf(text, past_key_values=cache).logits for cache in caches)) < LAW
-    sizes = [sum(layer.keys.numel() for layer in each.to_cache().layers) for each in (bias, bias.padded())]
+    wide = thinned(convert_prompt(model, PROMPT))
+    caches, text = [bias.to_cache() for bias in (narrowed(wide), wide)], tokens(1, 5, seed=1)
+    sizes = [sum(layer.keys.numel() for layer in cache.layers) for cache in caches]
     assert sizes[0] < sizes[1]
+    hf.set_attn_implementation("kvlens")
+    assert relative_error(*(hf(text, past_key_values=cache).logits for cache in caches)) < LAW

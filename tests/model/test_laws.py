@@ -116,9 +116,9 @@ def test_a_converted_prompt_replaces_the_prompt_in_one_pass_and_in_pieces(kind, 
     assert bias.position_offset == (0 if model.cfg.rotates_after else 7)
     n_kv_heads = model.cfg.n_key_value_heads or model.cfg.n_heads
     if kind == "softmax":
-        assert bias.features.keys.shape == (2, 3, n_kv_heads, 7, 6)
+        assert bias.stacked("keys").shape == (2, 3, n_kv_heads, 7, 6)
     else:
-        assert bias.b_KV.shape == (2, 3, model.cfg.n_heads, model.cfg.d_phi, 6)
+        assert bias.stacked("b_kv").shape == (2, 3, model.cfg.n_heads, model.cfg.d_phi, 6)
 
 
 @each(CONVERTIBLE)
@@ -157,8 +157,8 @@ def test_prompts_one_after_another_equal_their_concatenation(kind, name, shared)
             bias = convert_prompt(model, piece, initial=bias)
     whole = convert_prompt(model, torch.cat(pieces))
     assert (bias.n_prompt_tokens, bias.position_offset) == (10, whole.position_offset)
-    for field in ("b_KV", "b_D", "last_k", "last_v", "last_q"):
-        a, b = getattr(bias, field), getattr(whole, field)
+    for field in ("b_kv", "b_d", "last_k", "last_v", "last_q"):
+        a, b = bias.stacked(field), whole.stacked(field)
         assert a.shape == b.shape
         if b.numel() and b.norm() > 0:
             assert relative_error(a, b) < LAW, field

@@ -4,7 +4,6 @@ Decoding token by token: each step uses the current weights and the current hook
 """
 
 import copy
-import dataclasses
 import pickle
 
 import pytest
@@ -97,7 +96,7 @@ def test_hooks_that_are_off_do_not_fire():
 def test_backward_hooks_fire_on_an_attached_bias_and_the_weights_get_gradients():
     model, grads = linear_model(), {}
     bias = convert_prompt(model, tokens(1, 5), detach=False)
-    assert bias.b_KV.requires_grad
+    assert bias.stacked("b_kv").requires_grad
     names = [f"blocks.0.attn.{n}" for n in ("hook_b_kv", "hook_b_d", "hook_last_k", "hook_last_v")]
     hooks = [(n, lambda g, hook: grads.__setitem__(hook.name, g)) for n in names]
     for each in (bias, convert_prompt(model, tokens(1, 5))):
@@ -106,7 +105,7 @@ def test_backward_hooks_fire_on_an_attached_bias_and_the_weights_get_gradients()
             model(tokens(1, 6), return_type="loss").backward()
         assert sorted(grads) == sorted(names)
         assert grads["blocks.0.attn.hook_b_kv"].abs().sum() > 0 and model.W_E.grad is not None
-    assert not each.b_KV.requires_grad
+    assert not each.stacked("b_kv").requires_grad
 
 
 def test_no_hook_of_a_pass_stays_behind():
@@ -208,11 +207,10 @@ def test_a_trainable_bias_trains():
 def test_an_attached_bias_trains_in_any_dtype():
     model = linear_model(dtype=torch.float32).requires_grad_(False)
     bias, x = convert_prompt(model, tokens(1, 5)).to(torch.float64), tokens(1, 9)
-    b_kv = bias.b_KV.clone().requires_grad_()
-    optimizer = torch.optim.SGD([b_kv], lr=1.0)
+    optimizer = torch.optim.SGD([part.b_kv.requires_grad_() for part in bias.attention], lr=1.0)
     losses = []
     with torch.no_grad():
-        model.attach_kv_bias(dataclasses.replace(bias, b_KV=b_kv))
+        model.attach_kv_bias(bias)
     for _ in range(4):
         loss = model(x, return_type="loss")
         optimizer.zero_grad()
@@ -241,7 +239,7 @@ def test_hooks_that_edit_in_place_do_not_reach_weights_or_biases():
     model = linear_model(trainable_kv_bias=True).requires_grad_(False)
     bias, x = convert_prompt(model, tokens(1, 4)), tokens(1, 5)
     before = {n: t.clone() for n, t in model.state_dict().items()}
-    kept = bias.b_KV.clone(), bias.last_k.clone()
+    kept = bias.stacked("b_kv"), bias.stacked("last_k")
 
     def wipe(t, hook):
         t.zero_()
@@ -253,8 +251,7 @@ def test_hooks_that_edit_in_place_do_not_reach_weights_or_biases():
         model.run_with_hooks(x, fwd_hooks=[(name, wipe) for name in edited])
         assert torch.equal(model(x), expected)
     model.run_with_hooks(x, fwd_hooks=[(name, wipe) for name in edited])
-    assert torch.equal(bias.b_KV, kept[0])
-    assert torch.equal(bias.last_k, kept[1])
+    assert torch.equal(bias.stacked("b_kv"), kept[0]) and torch.equal(bias.stacked("last_k"), kept[1])
     assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
 
 
@@ -330,7 +327,7 @@ def with_the_term_in_the_ffn(model, bias):
             queries[layer] = q / model.blocks[layer].attn.attn_scale
 
         def add(ffn, hook, layer=layer, attn=block.attn):
-            return ffn_with_state(ffn, queries[layer], bias.b_KV[layer][None], attn.W_O)
+            return ffn_with_state(ffn, queries[layer], bias.layers[layer].attention.b_kv, attn.W_O)
 
         hooks += [(f"blocks.{layer}.attn.hook_rot_q", see), (f"blocks.{layer}.hook_mlp_out", add)]
     return model.run_with_hooks(TEXT, fwd_hooks=hooks)

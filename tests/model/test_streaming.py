@@ -171,7 +171,7 @@ def test_hooks_of_either_kind_and_gradients_let_the_text_run_whole(short_segment
         model(text)
     model.b_U.requires_grad_(False)
     bias = convert_prompt(model, tokens(1, 4)[0])
-    bias.b_KV.requires_grad_(True)
+    bias.layers[0].attention.b_kv.requires_grad_(True)
     seen.clear()
     with model.kv_bias(bias):
         assert model(text).requires_grad

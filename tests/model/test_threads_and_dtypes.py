@@ -21,7 +21,7 @@ def test_names_and_flags_stand_for_what_they_mean():
     assert HookedKVTransformerConfig(**SIZES, kv_shift=False).kv_shift is None
     assert HookedKVTransformerConfig(**SIZES, dtype="torch.bfloat16").dtype == torch.bfloat16
     assert tiny_text_model().to("float64", print_details=False).W_E.dtype == torch.float64
-    assert convert_prompt(tiny_text_model(), PROMPT).to("torch.float64").b_D.dtype == torch.float64
+    assert convert_prompt(tiny_text_model(), PROMPT).to("torch.float64").stacked("b_d").dtype == torch.float64
 
 
 def test_sinusoidal_positions_are_hooked():
@@ -71,7 +71,7 @@ def test_a_dtype_that_cannot_hold_the_numbers_is_refused(tmp_path):
     with pytest.raises(KVLensError, match="W_E: its largest number is .*, which float16 cannot hold"):
         model.save(tmp_path / "small", stored_dtype="float16")
     bias = 1e9 * convert_prompt(tiny_text_model(), PROMPT)
-    assert bias.to("bfloat16").b_KV.dtype == torch.bfloat16 and not any(tmp_path.iterdir())
+    assert bias.to("bfloat16").stacked("b_kv").dtype == torch.bfloat16 and not any(tmp_path.iterdir())
 
 
 # --- threads ---
@@ -136,14 +136,14 @@ def test_a_thread_cannot_attach_during_another_threads_forward_pass():
 def test_threads_that_share_a_model_get_their_own_answer_or_none(attention):
     model = tiny_text_model(attention=attention)
     prompts = [PROMPT, TEXT, "Return the gadget. Frobnicate both."]
-    expected = [convert_prompt(model, prompt).b_KV for prompt in prompts]
+    expected = [convert_prompt(model, prompt).stacked("b_kv") for prompt in prompts]
     wrong = []
 
     def work(index):
         for _ in range(10):
             try:
                 found = convert_prompt(model, prompts[index])
-                if not torch.equal(found.b_KV, expected[index]):
+                if not torch.equal(found.stacked("b_kv"), expected[index]):
                     wrong.append(found)
                 with model.kv_bias(found):
                     model(TEXT)
@@ -160,13 +160,13 @@ def test_how_one_thread_reads_its_text_does_not_stay_in_the_model():
     """TransformerLens keeps prepend_bos in the model while it reads, and puts back what it found."""
     model = tiny_text_model()
     whole, bare = (model.to_tokens(TEXT, prepend_bos=bos) for bos in (True, False))
-    expected, wrong = convert_prompt(model, PROMPT).b_KV, []
+    expected, wrong = convert_prompt(model, PROMPT).stacked("b_kv"), []
 
     def work(index):
         for _ in range(30):
             found = model.to_tokens(TEXT, prepend_bos=False) if index else model.to_tokens(TEXT)
             wrong.extend([found] * (not torch.equal(found, bare if index else whole)))
-            if not torch.equal(convert_prompt(model, PROMPT).b_KV, expected):
+            if not torch.equal(convert_prompt(model, PROMPT).stacked("b_kv"), expected):
                 wrong.append(index)
 
     in_three_threads(work)

@@ -143,7 +143,8 @@ def test_a_prompt_becomes_a_bias_exactly(kind, tmp_path):
     for _ in range(3):
         whole = torch.cat([whole, model(whole)[:, -1:].argmax(-1)], dim=1)
     assert torch.equal(said[0, len(TEXT) :], whole[0, BOTH.shape[1] :])
-    assert bias.num_parameters == sum(bias.of_layer(layer).num_parameters for layer in range(3)) < bias.b_KV.numel() * 3
+    counted = sum(x.numel() for (_, name), x in bias.tensors().items() if name in ("b_kv", "b_d", "keys"))
+    assert bias.num_parameters == counted < bias.stacked("b_kv").numel() * 3
 
 
 @torch.no_grad()

@@ -174,14 +174,13 @@ def tokens(batch: int, pos: int, seed: int) -> torch.Tensor:
 
 
 def assert_same_bias(got: KVBias, expected: judge.Bias, spec: judge.Spec) -> None:
-    b_KV = torch.stack([layer.b_KV for layer in expected.layers])
-    assert relative_error(got.b_KV, b_KV) < LAW
+    assert relative_error(got.stacked("b_kv"), torch.stack([layer.b_KV for layer in expected.layers])) < LAW
     if spec.normalizer == "kernel":
-        assert relative_error(got.b_D, torch.stack([layer.b_D for layer in expected.layers])) < LAW
+        assert relative_error(got.stacked("b_d"), torch.stack([layer.b_D for layer in expected.layers])) < LAW
     else:
-        assert not got.b_D.any()
+        assert not got.stacked("b_d").any()
     for letter in "kvq":
-        rows = getattr(got, f"last_{letter}")
+        rows = got.stacked(f"last_{letter}")
         if rows.shape[1]:
             wanted = torch.stack([layer.last[letter] for layer in expected.layers])
             assert relative_error(rows, wanted) < LAW

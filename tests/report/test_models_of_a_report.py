@@ -80,9 +80,9 @@ def test_keys_that_are_not_read_are_counted_with_a_reason(outside_data, tmp_path
     bias = KVBias.load(tmp_path / "out" / "bias.safetensors")
     assert summary["conversion"]["approximation"] == "landmark, 16 features per head, 100 steps of moving keys"
     (note,) = [note for note in summary["notes"] if "keys of all heads" in note]
-    not_read = (bias.b_D == 0) & (bias.b_KV == 0).all(dim=-1)
-    assert bias.d_phi == 16 and (bias.b_D >= 0).all() and 0 < not_read.sum() < 16
-    assert note.startswith(f"Of the {bias.b_D.numel()} keys of all heads, {int(not_read.sum())} are unused:")
+    not_read = (bias.stacked("b_d") == 0) & (bias.stacked("b_kv") == 0).all(dim=-1)
+    assert bias.d_phi == 16 and (bias.stacked("b_d") >= 0).all() and 0 < not_read.sum() < 16
+    assert note.startswith(f"Of the {bias.stacked('b_d').numel()} keys of all heads, {int(not_read.sum())} are unused:")
     assert note in " ".join(capsys.readouterr().out.split())
 
 

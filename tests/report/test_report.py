@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ import torch
 from chat_templates import chat_model
 from rich.cells import cell_len
 from rich.console import Console
+from stacked_tensors import with_stacked
 from tiny_text_model import PROMPT, TEXT, tiny_text_model, tiny_tokenizer
 
 from kvlens import Chat, HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, convert_prompt
@@ -122,7 +122,7 @@ def test_tables_are_those_of_the_analyses(model, report):
     for analysis in (conversion_error, prompt_effect, bias_by_head, bias_by_layer):
         expected = analysis(model, prompt, text, bias=bias)
         pd.testing.assert_frame_equal(report.tables[analysis.__name__], expected)
-    assert torch.equal(report.bias.b_KV, bias.b_KV)
+    assert torch.equal(report.bias.stacked("b_kv"), bias.stacked("b_kv"))
 
 
 def test_headline_figures_follow_from_the_tables(model, report):
@@ -184,7 +184,7 @@ def test_a_cold_sample_is_the_greedy_text(model, report):
 
 def test_a_lost_shift_state_is_no_rounding(model):
     bias = convert_prompt(model, PROMPT)
-    lost = replace(bias, last_k=bias.last_k * 0, last_v=bias.last_v * 0)
+    lost = with_stacked(bias, last_k=bias.stacked("last_k") * 0, last_v=bias.stacked("last_v") * 0)
     prompt, text = model.to_tokens(PROMPT)[0], model.to_tokens(TEXT, prepend_bos=False)[0]
     assert not conversion_error(model, prompt, text, bias=lost)["exact_to_rounding"].any()
 
@@ -357,7 +357,7 @@ def test_written_values_are_read_back(report, model, tmp_path):
     assert set(summary.pop("files")) == FILES
     assert summary["bias"].pop("file_bytes") == (folder / "bias.safetensors").stat().st_size
     assert summary == report.summary
-    assert torch.equal(KVBias.load(folder / "bias.safetensors").b_KV, report.bias.b_KV)
+    assert torch.equal(KVBias.load(folder / "bias.safetensors").stacked("b_kv"), report.bias.stacked("b_kv"))
     assert listing(tmp_path / "new") == ["report"]
 
 

@@ -20,6 +20,7 @@ Sources: those of the methods are listed at `kvlens.papers`.
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -245,7 +246,7 @@ def bos_alone(model: HookedKVTransformer, prompt: Tensor) -> KVBias:
     """The prompt left out, but its BOS at the same distance from the text as with the prompt in between."""
     bos = convert_prompt(model, prompt[:1])
     further = len(prompt) - 1
-    return moved_away(bos, further)._made(None, position_offset=bos.position_offset + further)
+    return replace(moved_away(bos, further), record=None, position_offset=bos.position_offset + further)
 
 
 # --- what the model does with it ---

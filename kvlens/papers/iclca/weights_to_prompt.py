@@ -464,7 +464,7 @@ def as_bias(model: HookedKVTransformer, layers: list[WeightedKeys], r: int) -> K
         replace(like, b_kv=(w[..., None] * values)[None], b_d=w[None], features=VirtualKeys(keys[None], near))
         for keys, w, values in layers
     ]
-    return replace(nothing.with_attention(parts), n_prompt_tokens=r, position_offset=0)
+    return replace(nothing.with_attention(parts), record=None, n_prompt_tokens=r, position_offset=0)
 
 
 # --- claims and figure ---

@@ -2,7 +2,6 @@
 ContextCite: its lasso by the conditions of an optimum, its fit beside the authors' package where it is installed."""
 
 import importlib.util
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +25,7 @@ from kvlens.analyses.attribution.methods import (
 from kvlens.analyses.attribution.prompt import Null, enough_for, holm, p_values
 from kvlens.analyses.attribution.terms import factors, hidden_from_text
 from small_models import sharp
+from stacked_tensors import with_stacked
 from torch.nn.functional import logsigmoid
 
 from kvlens import HookedKVTransformer, KVLensError, carry_bias, convert_prompt, logits_after
@@ -156,9 +156,9 @@ def test_a_prompt_that_continues_another_keeps_what_was_held(model):
         emptied = next(hidden_from_text(model, prompt, torch.ones(1, 1, dtype=torch.bool))).select_prompt(0)
     rows = {}
     for x in "kvq":
-        old = getattr(first, f"last_{x}")
+        old = first.stacked(f"last_{x}")
         rows[f"last_{x}"] = torch.cat([old, old.new_zeros(old.shape[0], 1, *old.shape[2:])], dim=1)[:, 1:]
-    alone = replace(carry_bias(model, first, 1), **rows)
+    alone = with_stacked(carry_bias(model, first, 1), **rows)
     assert log_p(model, emptied, 3) == pytest.approx(log_p(model, alone, 3), abs=TOLERANCE)
 
 
@@ -255,9 +255,9 @@ def test_the_prompt_is_converted_once_for_all_knockouts(attention, monkeypatch):
         lambda *args, **kwargs: read.append(args) or convert_prompt(*args, **kwargs),
     )
     units = torch.eye(13, dtype=torch.bool)
-    at_once = torch.cat([each.b_D for each in hidden_from_text(model, PROMPT, units)], dim=1)
+    at_once = torch.cat([each.stacked("b_d") for each in hidden_from_text(model, PROMPT, units)], dim=1)
     monkeypatch.setattr("kvlens.analyses.attribution.terms.NUMBERS_AT_ONCE", 1)
-    one_by_one = torch.cat([each.b_D for each in hidden_from_text(model, PROMPT, units)], dim=1)
+    one_by_one = torch.cat([each.stacked("b_d") for each in hidden_from_text(model, PROMPT, units)], dim=1)
     torch.testing.assert_close(one_by_one, at_once, rtol=1e-12, atol=1e-12)
     assert len(read) == 2
 

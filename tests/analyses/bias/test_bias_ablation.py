@@ -1,7 +1,6 @@
 """Sizes by their definition, effects by intervention: patched models confirm every table that takes parts of a bias away."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -13,6 +12,7 @@ from kvlens.analyses.bias.exchange import HeadExchange, LayerExchange, in_one_sp
 from kvlens.analyses.segments import telling
 from precision import LAW, relative_error
 from small_models import sharp
+from stacked_tensors import with_stacked
 
 from kvlens import HookedKVTransformer, KVShiftConfig, combine, convert_prompt, counterfactuals
 from kvlens.analyses import (
@@ -31,7 +31,6 @@ LINEAR = [*VARIANTS, "gqa, queries shifted"]
 MODELS = [*LINEAR, *SOFTMAX]
 EFFECTS = ["ablation_kl", "loss_change", "zero_kl", "zero_loss_change"]
 HOOKS = {"bias": ("b_kv", "b_d"), "shift_state": ("last_k", "last_v", "last_q")}
-FIELDS = {"b_kv": "b_KV", "b_d": "b_D"}
 ROUNDING = dict(rel=1e-8, abs=1e-12)
 
 
@@ -107,6 +106,7 @@ def test_removing_a_query_head_of_a_softmax_model_is_blinding_it_to_the_prompt(n
 def test_sizes_and_shares_by_their_definition():
     model = sharp()
     bias = convert_prompt(model, PROMPT)
+    b_kv, b_d = bias.stacked("b_kv"), bias.stacked("b_d")
     with model.kv_bias(bias):
         _, cache = model.run_with_cache(TEXT[None])
     for frame in (bias_by_head(model, PROMPT, TEXT), bias_by_layer(model, PROMPT, TEXT)):
@@ -115,27 +115,28 @@ def test_sizes_and_shares_by_their_definition():
             parts = (cache[f"blocks.{row.layer}.attn.hook_z_{x}"][0, :, heads].flatten(1) for x in ("bias", "context"))
             of_bias, of_context = (z.norm(dim=-1) for z in parts)
             assert row.bias_share == pytest.approx(float((of_bias / (of_bias + of_context)).mean()), rel=1e-12)
-            assert row.b_kv_norm == pytest.approx(float(bias.b_KV[row.layer, heads].square().sum().sqrt()))
-            assert row.b_d_norm == pytest.approx(float(bias.b_D[row.layer, heads].square().sum().sqrt()))
+            assert row.b_kv_norm == pytest.approx(float(b_kv[row.layer, heads].square().sum().sqrt()))
+            assert row.b_d_norm == pytest.approx(float(b_d[row.layer, heads].square().sum().sqrt()))
 
 
 def test_sizes_are_of_what_the_stored_numbers_stand_for():
     """exp(log_scale) times them: the same bias with its scale stored elsewhere has the same sizes, and none overflows."""
     model = sharp("softmax, rotary, grouped")
     bias = convert_prompt(model, PROMPT, method="random", n_features=8)
-    assert bias.log_scale.unique().numel() > 1
-    moved = torch.linspace(-3.0, 5.0, bias.log_scale.numel(), dtype=bias.b_KV.dtype).view_as(bias.log_scale)
+    b_kv, b_d, log_scale = (bias.stacked(name) for name in ("b_kv", "b_d", "log_scale"))
+    assert log_scale.unique().numel() > 1
+    moved = torch.linspace(-3.0, 5.0, log_scale.numel(), dtype=b_kv.dtype).view_as(log_scale)
     smaller = moved.exp()[:, :, None]
-    same = replace(bias, b_KV=bias.b_KV / smaller[..., None], b_D=bias.b_D / smaller, log_scale=bias.log_scale + moved)
+    same = with_stacked(bias, b_kv=b_kv / smaller[..., None], b_d=b_d / smaller, log_scale=log_scale + moved)
     first, second = (bias_by_head(model, PROMPT, TEXT, bias=each) for each in (bias, same))
     np.testing.assert_allclose(second[["b_kv_norm", "b_d_norm"]], first[["b_kv_norm", "b_d_norm"]], rtol=1e-12)
-    whole = (bias.b_KV * bias.log_scale.exp()[..., None, None]).repeat_interleave(2, dim=1).norm(dim=(-2, -1))
+    whole = (b_kv * log_scale.exp()[..., None, None]).repeat_interleave(2, dim=1).norm(dim=(-2, -1))
     np.testing.assert_allclose(first["b_kv_norm"], whole.flatten(), rtol=1e-12)
     values = bias_singular_values(model, bias).groupby(["layer", "head"])["singular_value"]
     np.testing.assert_allclose(values.agg(lambda sigma: (sigma**2).sum() ** 0.5), whole.flatten(), rtol=1e-12)
     by_layer = bias_by_layer(model, PROMPT, TEXT, bias=bias)["b_kv_norm"]
     np.testing.assert_allclose(by_layer, whole.norm(dim=1), rtol=1e-12)
-    enormous = bias_singular_values(model, replace(bias, log_scale=bias.log_scale + 1e4))
+    enormous = bias_singular_values(model, with_stacked(bias, log_scale=log_scale + 1e4))
     assert np.isfinite(enormous[["singular_value", "energy_share"]]).all(axis=None)
 
 
@@ -197,8 +198,8 @@ def test_with_bos_kept_no_head_is_worth_much_more_than_the_prompt(name):
 def donor(references, baseline, field, layer, method, reference):
     """The replacement of this tensor, [batch 1, ...]."""
     if method == "baseline":
-        return getattr(baseline, FIELDS.get(field, field))[layer][None]
-    rows = getattr(references, FIELDS.get(field, field))[layer]
+        return baseline.layers[layer].tensors()[field]
+    rows = references.layers[layer].tensors()[field]
     return {"zero": rows[:1] * 0, "mean": rows.mean(dim=0, keepdim=True), "resample": rows[reference][None]}[method]
 
 

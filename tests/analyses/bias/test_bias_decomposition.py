@@ -154,7 +154,7 @@ def test_a_positions_logit_is_what_is_lost_without_its_value(name, by):
 
     for layer in range(model.cfg.n_layers):
         name_v = f"blocks.{layer}.attn.hook_v{'_shifted' if shifted else ''}"
-        lost = convert_prompt(model, prompts, fwd_hooks=[(name_v, without_one)]).b_KV[layer]
+        lost = convert_prompt(model, prompts, fwd_hooks=[(name_v, without_one)]).stacked("b_kv")[layer]
         ablated = direct(
             model, bias, cache, layer, [(f"blocks.{layer}.attn.hook_b_kv", lambda b, hook, lost=lost: lost)], texts
         )
@@ -186,7 +186,7 @@ def test_singular_values():
     frame = bias_singular_values(model, bias)
     assert len(frame) == 2 * 5 * 6
     for (layer, head), rows in frame.groupby(["layer", "head"]):
-        expected = np.linalg.svd(bias.b_KV[layer, head].numpy(), compute_uv=False)
+        expected = np.linalg.svd(bias.stacked("b_kv")[layer, head].numpy(), compute_uv=False)
         np.testing.assert_allclose(rows["singular_value"], expected, atol=1e-13 * expected[0])
         assert (expected[3:] < 1e-13 * expected[0]).all()  # three tokens
         assert rows["energy_share"].sum() == pytest.approx(1)

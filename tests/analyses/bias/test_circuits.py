@@ -1,7 +1,6 @@
 """Overwriting by hand, and addition: exact where keys and values cannot depend on the first prompt, wrong elsewhere."""
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -63,26 +62,27 @@ def test_every_column_by_its_definition(name):
     model = sharp(name)
     first, second = convert_prompt(model, FIRST), convert_prompt(model, SECOND)
     both = convert_prompt(model, torch.cat([FIRST, SECOND]))
-    carried = first.b_KV if model.cfg.decay is None else first.b_KV * model.cfg.decay_per_head()[:, None, None] ** 4
+    b_kv, whole = first.stacked("b_kv"), both.stacked("b_kv")
+    carried = b_kv if model.cfg.decay is None else b_kv * model.cfg.decay_per_head()[:, None, None] ** 4
     carried = rotated_back(carried, 4) if model.cfg.rotates_after else carried
     of_carry = carry_bias(model, first, len(SECOND))
-    torch.testing.assert_close(of_carry.b_KV, carried, rtol=1e-13, atol=1e-13 * float(carried.abs().max()))
-    assert torch.equal(of_carry.b_D, first.b_D)
+    torch.testing.assert_close(of_carry.stacked("b_kv"), carried, rtol=1e-13, atol=1e-13 * float(carried.abs().max()))
+    assert torch.equal(of_carry.stacked("b_d"), first.stacked("b_d"))
     frame = circuits(model, FIRST, SECOND)
 
-    after = convert_prompt(model, SECOND, initial=replace(first, b_KV=0 * first.b_KV, b_D=0 * first.b_D))
-    for column, added in {"plain": first.b_KV + second.b_KV, "aligned": carried + after.b_KV}.items():
-        expected = (added - both.b_KV).norm(dim=(-2, -1)) / both.b_KV.norm(dim=(-2, -1))
+    after = convert_prompt(model, SECOND, initial=first.select())
+    for column, added in {"plain": b_kv + second.stacked("b_kv"), "aligned": carried + after.stacked("b_kv")}.items():
+        expected = (added - whole).norm(dim=(-2, -1)) / whole.norm(dim=(-2, -1))
         np.testing.assert_allclose(frame[f"{column}_error"], expected.flatten(), rtol=1e-9, atol=ROUNDING)
-    kept = (first.b_D.sum(-1) / both.b_D.sum(-1)).flatten()
+    kept = (first.stacked("b_d").sum(-1) / both.stacked("b_d").sum(-1)).flatten()
     np.testing.assert_allclose(frame["normalizer_kept"], kept, rtol=1e-12)  # NaN for NaN under normalizer "none"
-    for column, numbers in (("b_kv_cosine", "b_KV"), ("b_d_cosine", "b_D")):
-        a, b = (getattr(bias, numbers).flatten(0, 1).flatten(1) for bias in (first, second))
+    for column, numbers in (("b_kv_cosine", "b_kv"), ("b_d_cosine", "b_d")):
+        a, b = (bias.stacked(numbers).flatten(0, 1).flatten(1) for bias in (first, second))
         np.testing.assert_allclose(frame[column], (a * b).sum(-1) / (a.norm(dim=-1) * b.norm(dim=-1)), rtol=1e-12)
     for place, found in frame.set_index(["layer", "head"])["survival"].items():  # the weighted mean over the directions
-        strengths = np.linalg.svd(first.b_KV[place].numpy(), compute_uv=False)
+        strengths = np.linalg.svd(b_kv[place].numpy(), compute_uv=False)
         u, s, w = np.linalg.svd(carried[place].numpy(), full_matrices=False)
-        left = np.einsum("fr,fd,rd->r", u, both.b_KV[place].numpy(), w)  # u_r^T b_12 w_r; over the strength, of each direction
+        left = np.einsum("fr,fd,rd->r", u, whole[place].numpy(), w)  # u_r^T b_12 w_r; over the strength, of each direction
         assert found == pytest.approx((s * left).sum() / (s * strengths).sum(), rel=1e-9)
 
 

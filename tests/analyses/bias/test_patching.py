@@ -11,19 +11,20 @@ from analysis_models import SOFTMAX, VARIANTS, centered, pencil_model, tokens
 from kvlens.analyses.bias.exchange import HeadExchange
 from kvlens.analyses.segments import telling
 from small_models import sharp
+from stacked_tensors import with_stacked
 
-from kvlens import KVLensError, KVShiftConfig, convert_prompt
+from kvlens import KVBias, KVLensError, KVShiftConfig, convert_prompt
 from kvlens.analyses import activation_patching
 from kvlens.memory import NUMBERS_PER_PASS
 
 CLEAN, CORRUPTED, TEXT = tokens(7), tokens(7, seed=5), tokens(4, seed=1)
 ANSWER, RIVAL = 3, 11
 BIAS_TENSORS = {
-    "b_kv": ["b_KV"],
-    "b_d": ["b_D"],
-    "bias": ["b_KV", "b_D"],
+    "b_kv": ["b_kv"],
+    "b_d": ["b_d"],
+    "bias": ["b_kv", "b_d"],
     "shift_state": ["last_k", "last_v", "last_q"],
-    "prompt": ["b_KV", "b_D", "last_k", "last_v", "last_q"],
+    "prompt": ["b_kv", "b_d", "last_k", "last_v", "last_q"],
 }
 LINEAR = [*VARIANTS, "values shifted, relu", "gqa, queries shifted"]
 MODELS = [*LINEAR, *SOFTMAX]
@@ -58,16 +59,16 @@ def mixed_bias(model, clean, corrupted, row):
     """The corrupted bias with one part replaced by the clean one's."""
     mixed = {}
     for name in BIAS_TENSORS[row.point]:
-        patched, group = getattr(corrupted, name).clone(), 1
-        head_axis = -2 if name in ("b_D", "last_k", "last_v", "last_q") else -3
+        patched, group = corrupted.stacked(name), 1
+        head_axis = -2 if name in ("b_d", "last_k", "last_v", "last_q") else -3
         if name == "last_q":
             group = model.cfg.n_heads // model.cfg.n_kv_heads
         layers = slice(None) if row.layer == -1 else slice(row.layer, row.layer + 1)
         heads = slice(None) if row.head == -1 else slice(row.head * group, (row.head + 1) * group)
-        here, there = (x[layers].movedim(head_axis, 0) for x in (patched, getattr(clean, name)))
+        here, there = (x[layers].movedim(head_axis, 0) for x in (patched, clean.stacked(name)))
         here[heads] = there[heads]
         mixed[name] = patched
-    return replace(corrupted, **mixed)
+    return with_stacked(corrupted, **mixed)
 
 
 def without_shift(model, corrupted, row):
@@ -77,7 +78,7 @@ def without_shift(model, corrupted, row):
     for coef in coefs:
         coef[slice(None) if row.head == -1 else row.head] = torch.eye(1, coef.shape[1], dtype=coef.dtype)[0]
     try:
-        return metrics_under(model, replace(corrupted, fingerprint=model.fingerprint()))[0]
+        return metrics_under(model, replace(corrupted, fingerprint=model.fingerprint(), record=None))[0]
     finally:
         for coef, old in zip(coefs, before, strict=True):
             coef.copy_(old)
@@ -87,9 +88,8 @@ def slow_metrics(model, clean, corrupted, rows, cache):
     """Of the rows of one point, in one batch where it can be one. ``cache``: of the clean run."""
     rows = list(rows.itertuples())
     if rows[0].point in BIAS_TENSORS:
-        mixed = [mixed_bias(model, clean, corrupted, row) for row in rows]
-        together = {x: torch.stack([getattr(bias, x) for bias in mixed], dim=1) for x in BIAS_TENSORS["prompt"]}
-        return metrics_under(model, replace(corrupted, **together), len(rows))
+        mixed = [mixed_bias(model, clean, corrupted, row).repeat(1) for row in rows]
+        return metrics_under(model, KVBias.batch(mixed), len(rows))
     if rows[0].point == "z_bias":
 
         def put_back(z, hook):

@@ -130,7 +130,7 @@ def test_the_bias_has_its_share_of_the_parameters():
     bias = conversion_error.convert_prompt(model, torch.arange(5))
     n = sum(p.numel() for p in model.parameters())
     (share,) = conversion_error.compare_bias_sizes([size], pd.DataFrame([dict(size="x", n_parameters=n)]))
-    assert share.ours == (bias.b_KV.numel() + bias.b_D.numel()) / n and share.holds is False
+    assert share.ours == (bias.stacked("b_kv").numel() + bias.stacked("b_d").numel()) / n and share.holds is False
     (less,) = conversion_error.compare_bias_sizes([size], pd.DataFrame([dict(size="x", n_parameters=3 * n)]))
     assert less.holds is True
 
@@ -413,8 +413,8 @@ def test_a_window_keeps_the_first_keys_and_the_last_ones(model):
     exact = convert_prompt(model, torch.arange(3, 19))
     window = softmax_conversion._window(exact, 6)
     kept = [0, 1, 2, 3, 14, 15]
-    assert torch.equal(window.features.keys, exact.features.keys[..., kept, :])
-    assert torch.equal(window.b_KV, exact.b_KV[..., kept, :])
+    assert torch.equal(window.stacked("keys"), exact.stacked("keys")[..., kept, :])
+    assert torch.equal(window.stacked("b_kv"), exact.stacked("b_kv")[..., kept, :])
     assert softmax_conversion._window(exact, 3).d_phi == 3
 
 

@@ -86,11 +86,11 @@ def test_every_token_has_the_features_that_the_prompt_has():
     bias = convert_prompt(model, prompt, method="random", n_features=8, reference=torch.arange(4)[None], verbose=False)
     linear = gpt2_text.linearized(model, bias)
     expected = convert_prompt(linear, prompt)
-    scale = bias.log_scale[0].exp()
-    found = bias.b_KV[0] * scale[..., None, None], bias.b_D[0] * scale[..., None]
-    for ours, theirs in zip(found, (expected.b_KV[0], expected.b_D[0]), strict=True):  # one for each query head
-        assert relative_error(ours.repeat_interleave(2, dim=0), theirs) < LAW
-    assert linear(prompt[None]).isfinite().all() and expected.b_KV[1].norm() > 0.01
+    found, theirs = bias.layers[0].attention, expected.layers[0].attention
+    ours = found.times(found.log_scale[0].exp())
+    assert relative_error(ours.b_kv.repeat_interleave(2, dim=1), theirs.b_kv) < LAW  # one for each query head
+    assert relative_error(ours.b_d.repeat_interleave(2, dim=1), theirs.b_d) < LAW
+    assert linear(prompt[None]).isfinite().all() and expected.layers[1].attention.b_kv.norm() > 0.01
 
 
 def texts_table(random: float, landmark: float, exact: float = 1e-7) -> pd.DataFrame:
