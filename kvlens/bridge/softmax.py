@@ -31,7 +31,7 @@ from transformer_lens.model_bridge.generalized_components import MLAAttentionBri
 from kvlens.bridge.keywords import cache_among, with_cache
 from kvlens.bridge.native import NAME, NATIVE_POINTS, OWNER, VALUES_HOOK
 from kvlens.components import LayerBias, Normalizers, Remembered, is_hooked
-from kvlens.kv_bias import KVBias, VirtualKeys
+from kvlens.kv_bias import Features, Keys, KVBias
 from kvlens.model.protocol import Form, HeadMatrices, Part, ReadPoint
 from kvlens.ops.softmax_attention import ScaledFeatures, ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule, distance_scores, scaled_exp, virtual_key_scores
@@ -59,7 +59,7 @@ class BiasColumns(NamedTuple):
     ``values`` is None where they are read apart from the text's.
     """
 
-    bias: LayerBias
+    bias: Features
     keys: Float[Tensor, "#batch kv_head column d_key"]
     values: Float[Tensor, "#batch kv_head column d_head"] | None
     added: Float[Tensor, "#batch #head #pos column"]
@@ -228,7 +228,8 @@ class SoftmaxLayer(Part):
         """What is read of a bias in this pass: as in the last one, where nothing is hooked and positions do not matter."""
         make, rule = partial(self._columns_of, bias, positions, hidden), self.rule
         differs = rule.needs_distance or rule.window is not None or is_hooked(*self._points)
-        tensors, under = bias.of_keys(), (hidden.dtype, hidden.device)
+        under = hidden.dtype, hidden.device
+        tensors = tuple(bias.part.tensors().values()) if isinstance(bias.part, Keys) else ()
         columns = make() if differs or not tensors else self._columns_then.of(make, *tensors, under=under)
         if columns.values is not None and self.normalizers is not None:
             self.normalizers.see_positive(hidden[..., :1].expand(-1, -1, self.n_heads))
@@ -239,17 +240,16 @@ class SoftmaxLayer(Part):
     ) -> BiasColumns:
         """What is read of a bias, as hooks leave it."""
         wide, n = torch.promote_types(hidden.dtype, torch.float32), self.sizes.n_kv_heads
-        seen = held.through_hooks(self.attn, self.n_heads, hidden.device, wide)
-        bias, _ = seen.in_window(self.rule, positions)
-        assert bias.log_scale is not None
-        if not isinstance(bias.features, VirtualKeys):
+        bias = held.through_hooks(self.attn, self.n_heads, hidden.device, wide)
+        if not isinstance(bias, Keys):
             return BiasColumns(bias, hidden.new_zeros(1, n, 0, self.sizes.d_key), None, hidden.new_zeros(1, 1, 1, 0))
-        moved = (x.to(hidden.device) for x in (bias.features.keys, bias.features.distance))
+        bias = bias.in_window(self.rule, positions)
+        moved = (x.to(hidden.device) for x in (bias.keys, bias.distance))
         # where a hook made the keys of a group's heads differ, each head has columns of its own
         keys, distance = (x.unflatten(1, (n, -1)).flatten(2, 3) for x in moved)
         values, added = None, keys.new_zeros(1, 1, 1, keys.shape[2])
         apart = is_hooked(*(getattr(self.attn, name) for name in BETWEEN)) or bias.b_kv.shape[1:3] != keys.shape[1:3]
-        extra = None if apart else bias.extra_keys(keys.dtype)
+        extra = None if apart else held.extra_keys(bias, keys.dtype)
         # the logarithm of a weight is too coarse in half precision
         if extra is not None and (wide == hidden.dtype or not extra.weighted):
             values = extra.values
@@ -318,7 +318,7 @@ class SoftmaxLayer(Part):
             _at(self.attn.hook_pattern, scale_pattern, first=True),
             _at(self.attn.o.hook_in, add_bias, first=True),
         ]
-        if not isinstance(columns.bias.features, VirtualKeys):
+        if not isinstance(columns.bias, Keys):
             handles.append(_at(point, see_queries))
         gate = getattr(self.attn, "hook_q_gate", None)
         return handles if gate is None else [*handles, _at(gate, see_gate)]
@@ -368,13 +368,12 @@ class SoftmaxLayer(Part):
         return rearrange(weights, f"{rows} -> head d model", head=self.sizes.n_heads)
 
     def _phi(
-        self, bias: LayerBias, virtual: Float[Tensor, "batch head pos column"], q: Float[Tensor, "batch pos head d_key"] | None
+        self, bias: Features, virtual: Float[Tensor, "batch head pos column"], q: Float[Tensor, "batch pos head d_key"] | None
     ) -> ScaledFeatures:
         """phi(q): from the scores of the bias's keys, or from the queries for features that are not keys."""
-        assert bias.log_scale is not None
         n_heads, wide = self.n_heads, bias.b_d.dtype
         if q is not None:
-            return bias.phi(q.to(wide), self.rule, None, bias.b_kv, bias.b_d)
+            return bias.phi(q.to(wide), self.rule, None)
         logs = virtual.to(wide).masked_fill(virtual < _lowest(virtual.dtype) / 2, -torch.inf)
         if logs.shape[-1] != bias.b_d.shape[-1]:  # a head's own columns among those of its group
             group = n_heads // self.sizes.n_kv_heads
@@ -386,7 +385,7 @@ class SoftmaxLayer(Part):
         return phi._replace(log_scale=phi.log_scale + log_scale[:, None])
 
     def _joined(
-        self, bias: LayerBias, phi: ScaledFeatures, scores: Float[Tensor, "batch head pos key"]
+        self, bias: Features, phi: ScaledFeatures, scores: Float[Tensor, "batch head pos key"]
     ) -> tuple[Float[Tensor, "batch pos head 1"], Float[Tensor, "batch pos head d_head"]]:
         """The context's share of the normalizer, and z of the bias, divided by the whole normalizer."""
         wide = bias.b_d.dtype

@@ -24,7 +24,7 @@ from kvlens.components.block import KVBlock, OffsetPosEmbed, SinusoidalPosEmbed
 from kvlens.components.decode_cache import LinearCacheEntry, ShiftedCacheEntry, upgrade_cache
 from kvlens.components.feature_maps import FEATURE_MAPS, FeatureMap, per_head
 from kvlens.components.heads import counted_by, hidden_tokens_keep_positions, is_hooked
-from kvlens.components.layer_bias import LayerBias, Normalizers, Remembered
+from kvlens.components.layer_bias import LayerBias, Normalizers, Remembered, shown
 from kvlens.components.softmax_attention import runs_fused
 
 __all__ = [
@@ -44,5 +44,6 @@ __all__ = [
     "is_hooked",
     "per_head",
     "runs_fused",
+    "shown",
     "upgrade_cache",
 ]

@@ -138,7 +138,7 @@ class KVAttention(Attention):
         for x in shifted_heads(self.cfg):
             raw, before = projections[x], state.get(x)
             if before is None and self.layer_bias is not None:
-                before = getattr(self.layer_bias, f"last_{x}").to(raw.device, raw.dtype)
+                before = self.layer_bias.last[x].to(raw.device, raw.dtype)
                 before = through(getattr(self, f"hook_last_{x}"), before)
             if before is not None and before.shape[2] != raw.shape[2]:  # ungrouped, as below
                 before = before.repeat_interleave(raw.shape[2] // before.shape[2], dim=2)

@@ -1,7 +1,8 @@
 """One layer's part of a KV bias, and how its attention reads it."""
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -12,9 +13,8 @@ from transformer_lens.hook_points import HookPoint
 
 from kvlens.components.heads import is_hooked, through
 from kvlens.errors import KVLensError, warn
-from kvlens.kv_bias import KVBias, SoftmaxFeatures, VirtualKeys
-from kvlens.ops.softmax_attention import ExtraKeys, ScaledFeatures
-from kvlens.ops.softmax_features import ScoreRule
+from kvlens.kv_bias import Features, Keys, KVBias, VirtualKeys
+from kvlens.ops.softmax_attention import ExtraKeys
 
 Computed = TypeVar("Computed")
 
@@ -85,75 +85,41 @@ class Normalizers:
 
 
 class LayerBias(NamedTuple):
-    """b_KV, b_D and the shift state of one layer. The leading axis is the batch of prompts, 1 for a single prompt.
+    """What a layer with attention reads of an attached bias.
 
-    ``features`` is this layer's feature map as a softmax bias stores it, with its ``log_scale`` (b_KV and b_D then have one row
-    per key-value head, or per query head if single heads were selected). None for linear attention, which uses the model's own
-    feature map. ``unhooked`` and ``extra`` remember what :meth:`through_hooks` and :meth:`extra_keys` gave.
+    Attributes:
+        part: the tensors of the bias themselves, so that those in training are read as they are then.
+        last: the raw rows "k", "v" and "q" before the text, :attr:`kvlens.kv_bias.Layer.last`.
+        position_offset: the position at which the text starts.
+        unhooked, extra: what :meth:`through_hooks` and :meth:`extra_keys` gave.
     """
 
-    b_kv: Float[Tensor, "batch head d_phi d_head"]
-    b_d: Float[Tensor, "batch head d_phi"]
-    last_k: Float[Tensor, "batch window_k kv_head d_head"]
-    last_v: Float[Tensor, "batch window_v kv_head d_head"]
-    last_q: Float[Tensor, "batch window_q head d_head"]
+    part: Any
+    last: Mapping[str, Float[Tensor, "batch window head d_head"]]
     position_offset: int | Int[Tensor, " batch"]
-    features: SoftmaxFeatures | None
-    log_scale: Float[Tensor, "batch kv_head"] | None
     unhooked: Remembered[Any]
     extra: Remembered[ExtraKeys | None]
 
     @classmethod
     def of(cls, bias: KVBias, layer: int, device: torch.device) -> "LayerBias":
-        """The tensors of ``bias`` themselves, so that those in training are read as they are then; they are moved when read.
-
-        ``layer`` is one with attention, numbered among all layers of the model.
-        """
+        """Of ``layer``, numbered among all layers of the model."""
         held, offset = bias.layers[layer], bias.position_offset
-        offset, part = offset.to(device) if isinstance(offset, Tensor) else offset, held.attention
-        features, log_scale = (getattr(part, name, None) for name in ("features", "log_scale"))
-        last_k, last_v, last_q = (held.last[x] for x in "kvq")
-        return cls(part.b_kv, part.b_d, last_k, last_v, last_q, offset, features, log_scale, Remembered(), Remembered())
+        offset = offset.to(device) if isinstance(offset, Tensor) else offset
+        return cls(held.attention, held.last, offset, Remembered(), Remembered())
 
     @property
     def n_prompts(self) -> int:
         """The size of the axis ``batch``."""
-        return len(self.b_kv)
+        return len(self.part.b_kv)
 
-    def of_keys(self) -> tuple[Tensor, ...]:
-        """The tensors of virtual keys, their values and weights; none of other features."""
-        if self.log_scale is None or not isinstance(self.features, VirtualKeys):
-            return ()
-        return self.b_kv, self.b_d, self.log_scale, self.features.keys, self.features.distance
+    def extra_keys(self, part: Keys, dtype: torch.dtype) -> ExtraKeys | None:
+        """``part`` as :meth:`through_hooks` gave it, as further keys of a softmax; None where that cannot express it."""
+        return self.extra.of(partial(part.extra, dtype), *part.tensors().values(), under=(part.b_kv.device, dtype))
 
-    def extra_keys(self, dtype: torch.dtype) -> ExtraKeys | None:
-        """Virtual keys in ``dtype``, as additional keys of a softmax; None where it cannot express their weights."""
-        assert isinstance(self.features, VirtualKeys)
-        assert self.log_scale is not None
-        keys, b_kv, b_d, log_scale = self.features.keys, self.b_kv, self.b_d, self.log_scale
+    def through_hooks(self, points: Any, n_heads: int, device: torch.device, dtype: torch.dtype) -> Features:
+        """The part of softmax attention as the hooks on ``points`` leave it, with b_kv and b_d in ``dtype``.
 
-        def make() -> ExtraKeys | None:
-            return ExtraKeys.of(keys.to(b_kv.device, dtype), b_kv, b_d, log_scale)
-
-        return self.extra.of(make, keys, b_kv, b_d, log_scale, under=(b_kv.device, dtype))
-
-    def phi(
-        self,
-        q: Float[Tensor, "batch pos head d_key"],
-        rule: ScoreRule,
-        positions: Int[Tensor, "#batch pos"] | None,
-        b_kv: Float[Tensor, "#batch some_head d_phi d_head"],
-        b_d: Float[Tensor, "#batch some_head d_phi"],
-    ) -> ScaledFeatures:
-        """Features of the queries, for b_KV and b_D as they will be read (after their hooks)."""
-        assert self.features is not None
-        assert self.log_scale is not None
-        return self.features.read(q, rule, positions, self.log_scale.to(q), b_kv, b_d)
-
-    def through_hooks(self, points: Any, n_heads: int, device: torch.device, dtype: torch.dtype) -> "LayerBias":
-        """This softmax bias as the hooks on ``points`` leave it, with b_KV and b_D in ``dtype``.
-
-        A bias that no hook changed is returned with the rows and the scale in which it is stored, and reads as without hooks.
+        A part that no hook changed is returned with the rows and the scale in which it is stored, and reads as without hooks.
         A changed one has log-scale 0, and a row per query head unless those of every group are equal.
 
         Args:
@@ -161,82 +127,50 @@ class LayerBias(NamedTuple):
             n_heads: of the queries.
             device, dtype: where it is read.
         """
-        assert self.log_scale is not None
-        plain = self.unhooked_in(device, dtype)
-        keyed = isinstance(self.features, VirtualKeys)
+        part, place = self.part, (device, dtype)
+        plain = self.unhooked.of(partial(part.placed, *place), *part.tensors().values(), under=place)
+        keyed = isinstance(plain, Keys)
         hooks = {name: getattr(points, f"hook_{name}") for name in ("b_kv", "b_d", *(("b_keys",) if keyed else ()))}
         if not is_hooked(*hooks.values()):
             return plain
-        shown = {name: plain.shown(name, n_heads) for name, hook in hooks.items() if name != "b_keys" or is_hooked(hook)}
-        left = {name: _through(hooks[name], b) for name, b in shown.items()}
-        if not any(b.requires_grad for b in left.values()) and all(torch.equal(b, shown[name]) for name, b in left.items()):
+        given = {name: shown(plain, name, n_heads) for name, hook in hooks.items() if name != "b_keys" or is_hooked(hook)}
+        left = {name: _through(hooks[name], b) for name, b in given.items()}
+        if not any(b.requires_grad for b in left.values()) and all(torch.equal(b, given[name]) for name, b in left.items()):
             return plain
-        assert plain.log_scale is not None
-        n_kv_heads = plain.log_scale.shape[-1]
+        n_kv_heads = plain.n_kv_heads
         b_kv, b_d = _grouped_where_equal(n_kv_heads, left["b_kv"], left["b_d"])
-        changed = plain._replace(b_kv=b_kv, b_d=b_d, log_scale=torch.zeros_like(plain.log_scale))
+        changed: Features = replace(plain, b_kv=b_kv, b_d=b_d, log_scale=torch.zeros_like(plain.log_scale))
         if "b_keys" not in left:
             return changed
-        assert isinstance(self.features, VirtualKeys)
         (keys,) = _grouped_where_equal(n_kv_heads, left["b_keys"])
-        distance = self.features.distance.to(device)
+        distance = plain.distance.to(device)
         distance = distance.repeat_interleave(keys.shape[1] // distance.shape[1], dim=1).expand(len(keys), -1, -1)
-        return changed._replace(features=VirtualKeys(keys, distance))
+        return replace(changed, features=VirtualKeys(keys, distance))
 
-    def unhooked_in(self, device: torch.device, dtype: torch.dtype) -> "LayerBias":
-        """This softmax bias where it is read, with b_KV and b_D in ``dtype``; remembered."""
-        assert self.log_scale is not None
-        moved = partial(self._moved, device, dtype)
-        return self.unhooked.of(moved, self.b_kv, self.b_d, self.log_scale, under=(device, dtype))
 
-    def _moved(self, device: torch.device, dtype: torch.dtype) -> "LayerBias":
-        assert self.log_scale is not None
-        b_kv, b_d, log_scale = self.b_kv.to(device, dtype), self.b_d.to(device, dtype), self.log_scale.to(device)
-        return self._replace(b_kv=b_kv, b_d=b_d, log_scale=log_scale)
+def shown(part: Features, name: str, n_heads: int) -> Tensor:
+    """What the hook point of ``b_kv``, ``b_d`` or ``b_keys`` is given: a row per query head, and the numbers themselves.
 
-    def shown(self, name: str, n_heads: int) -> Tensor:
-        """What the hook point of ``b_kv``, ``b_d`` or ``b_keys`` is given: a row per query head, and the numbers themselves.
+    Two biases may be stored with different log-scales; what one of them shows can be put into the other.
 
-        Two biases may be stored with different log-scales; what one of them shows can be put into the other.
-
-        Raises:
-            KVLensError: b_KV or b_D, without the log-scale, is too large or too small for its dtype.
-        """
-        if name == "b_keys":
-            assert isinstance(self.features, VirtualKeys)
-            b = self.features.keys.to(self.b_d.device)
-        else:
-            b = self.b_kv if name == "b_kv" else self.b_d
-        b = b.repeat_interleave(n_heads // b.shape[1], dim=1)
-        assert self.log_scale is not None
-        if name == "b_keys" or not bool(self.log_scale.any()):
-            return b
-        factor = self.log_scale.to(b).exp().repeat_interleave(n_heads // self.log_scale.shape[1], dim=1)
-        numbers = b * factor.reshape(*factor.shape, *[1] * (b.dim() - 2))
-        before, after = (x.detach().abs().flatten(2).amax(dim=-1) for x in (b, numbers))
-        held = torch.finfo(b.dtype)
-        if not bool(((before == 0) | ((after > held.tiny / held.eps) & (after <= held.max))).all()):
-            raise KVLensError(
-                f"hook_{name}: this bias has a log-scale of {float(self.log_scale.min()):.3g} to "
-                f"{float(self.log_scale.max()):.3g}, and its numbers do not fit {b.dtype}: leave hook_b_kv and hook_b_d out of "
-                "what is hooked, and change the bias by select, + and * instead, or load the model in float64"
-            )
-        return numbers
-
-    def in_window(self, rule: ScoreRule, positions: Int[Tensor, "#batch pos"]) -> tuple["LayerBias", int]:
-        """Without the first virtual keys, as many as no query at ``positions`` of the text sees, and how many those are.
-
-        One key always stays. Where ``rule`` has no window, nothing changes.
-        """
-        if rule.window is None or not isinstance(self.features, VirtualKeys):
-            return self, 0
-        keys, distance = self.features.keys, self.features.distance
-        seen = (distance + positions.min().to(distance) < rule.window).flatten(0, -2).any(dim=0)
-        first = int(seen.long().argmax()) if bool(seen.any()) else len(seen) - 1
-        if first == 0:
-            return self, 0
-        features = VirtualKeys(keys[..., first:, :], distance[..., first:])
-        return self._replace(b_kv=self.b_kv[..., first:, :], b_d=self.b_d[..., first:], features=features), first
+    Raises:
+        KVLensError: b_kv or b_d, without the log-scale, is too large or too small for its dtype.
+    """
+    b: Tensor = part.tensors()[name.removeprefix("b_") if name == "b_keys" else name].to(part.b_d.device)
+    b = b.repeat_interleave(n_heads // b.shape[1], dim=1)
+    if name == "b_keys" or not bool(part.log_scale.any()):
+        return b
+    factor = part.log_scale.to(b).exp().repeat_interleave(n_heads // part.n_kv_heads, dim=1)
+    numbers = b * factor.reshape(*factor.shape, *[1] * (b.dim() - 2))
+    before, after = (x.detach().abs().flatten(2).amax(dim=-1) for x in (b, numbers))
+    held = torch.finfo(b.dtype)
+    if not bool(((before == 0) | ((after > held.tiny / held.eps) & (after <= held.max))).all()):
+        raise KVLensError(
+            f"hook_{name}: this bias has a log-scale of {float(part.log_scale.min()):.3g} to "
+            f"{float(part.log_scale.max()):.3g}, and its numbers do not fit {b.dtype}: leave hook_b_kv and hook_b_d out of "
+            "what is hooked, and change the bias by select, + and * instead, or load the model in float64"
+        )
+    return numbers
 
 
 def read_bias(attn: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
@@ -245,7 +179,7 @@ def read_bias(attn: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | N
     b_D is None under normalizer "none".
     """
     if attn.layer_bias is not None:
-        b_kv, b_d = attn.layer_bias.b_kv, attn.layer_bias.b_d
+        b_kv, b_d = attn.layer_bias.part.b_kv, attn.layer_bias.part.b_d
     elif attn.cfg.trainable_kv_bias:
         b_kv, b_d = attn.b_KV[None], attn.b_D[None]
     else:

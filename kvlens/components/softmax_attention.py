@@ -18,8 +18,7 @@ from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValue
 from transformer_lens.utilities import get_offset_position_ids
 
 from kvlens.components.heads import HeadOutputs, Heads, NewTokens, is_hooked, read_values, through
-from kvlens.components.layer_bias import LayerBias
-from kvlens.kv_bias import VirtualKeys
+from kvlens.kv_bias import Features, Keys
 from kvlens.ops.attention_variants import ridge_attention
 from kvlens.ops.rotary import rotate
 from kvlens.ops.softmax_attention import (
@@ -124,20 +123,18 @@ class SoftmaxHeads(Heads):
         scale, window = self.attn.attn_scale, self.attn.window
         return fused_softmax_attention(self.q, self.k, self.v, scale, causal, padding, window, score_bias, log_normalizer)
 
-    def _extra_keys(self, bias: LayerBias) -> ExtraKeys | None:
+    def _extra_keys(self, bias: Features) -> ExtraKeys | None:
         """The attached virtual keys as additional keys of the text's own softmax; None where that cannot express them, or an
         intermediate tensor is hooked."""
         attn, n_kv_heads = self.attn, self.k.shape[2]
         if is_hooked(attn.hook_phi_q, attn.hook_normalizer, attn.hook_z_context, attn.hook_z_bias):
             return None
-        if bias.log_scale is None or not isinstance(bias.features, VirtualKeys):
-            return None
-        if not bias.b_kv.shape[1] == bias.features.keys.shape[1] == n_kv_heads:  # a group's query heads read different things
-            return None
-        extra, rule = bias.extra_keys(self.q.dtype), attn.score_rule()
+        if not isinstance(bias, Keys) or not bias.n_heads == bias.keys.shape[1] == n_kv_heads:
+            return None  # a group's query heads read different things
+        extra, rule = attn.layer_bias.extra_keys(bias, self.q.dtype), attn.score_rule()
         if extra is None or not rule.needs_distance:
             return extra
-        distance = bias.features.distance.to(self.q.device)
+        distance = bias.distance.to(self.q.device)
         return extra._replace(by_distance=distance_scores(rule, distance, self._query_positions(), self.q.shape[2]))
 
     def _is_one_step(self, extra: ExtraKeys) -> bool:
@@ -159,7 +156,7 @@ class SoftmaxHeads(Heads):
         scores = self.attn.masked_scores(scores, self.past, self.tokens.attention_mask)
         return scores if self.tokens.score_bias is None else scores + self.tokens.score_bias
 
-    def _by_steps(self, bias: LayerBias | None) -> HeadOutputs:
+    def _by_steps(self, bias: Features | None) -> HeadOutputs:
         """The base's steps, in its order and with its hooks."""
         attn = self.attn
         scores = attn.hook_attn_scores(self._masked(attn.calculate_attention_scores(self.q, self.k)))
@@ -221,11 +218,11 @@ class SoftmaxHeads(Heads):
     def _query_positions(self) -> Tensor:
         return self._positions(self.q, self.past)
 
-    def _joined(self, z: Tensor, mass: ScaledMass, bias: LayerBias) -> JoinedBias:
+    def _joined(self, z: Tensor, mass: ScaledMass, bias: Features) -> JoinedBias:
         """Join the attached bias to attention over the context; the query's features and the normalizer pass their hooks."""
         attn, rule = self.attn, self.attn.score_rule()
         positions = self._query_positions() if rule.needs_distance else None
-        phi = bias.phi(self.q.to(mass.log_scale.dtype), rule, positions, bias.b_kv, bias.b_d)
+        phi = bias.phi(self.q.to(mass.log_scale.dtype), rule, positions)
         phi = phi._replace(features=through(attn.hook_phi_q, phi.features))
         joined = join_bias(z, mass, phi, bias.b_kv, bias.b_d)
         if attn.normalizers is not None:

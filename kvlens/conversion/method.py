@@ -77,7 +77,6 @@ from typing import ClassVar
 
 import torch
 
-from kvlens.components import LayerBias
 from kvlens.conversion.measured import answer_errors, without_prompt
 from kvlens.conversion.prompt import PromptBatch
 from kvlens.conversion.prompt_pass import ConvertedExactly, attention_parts, continued
@@ -151,13 +150,9 @@ class Teacher:
 
     def head_errors(self, bias: KVBias, layer: int, queries: Queries) -> Errors:
         """The relative errors of one layer's heads on its queries if ``bias`` (of this prompt alone) replaces the prompt."""
-        part, prompt = LayerBias.of(bias, bias.attention_layers[layer], bias.device), self.keys(layer)
+        part, prompt = bias.attention[layer], self.keys(layer)
         return output_errors(
-            queries,
-            prompt,
-            lambda block: part.phi(block.q, prompt.rule, block.positions[None], part.b_kv, part.b_d),
-            part.b_kv,
-            part.b_d,
+            queries, prompt, lambda block: part.phi(block.q, prompt.rule, block.positions[None]), part.b_kv, part.b_d
         )
 
     def tell(self, step: str, done: float = 0.0) -> None:

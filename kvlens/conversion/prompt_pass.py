@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens.components import LayerBias
+from kvlens.components import shown
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Features, Fingerprint, Keys, KVBias, VirtualKeys
 from kvlens.kv_bias.exact import exact_bias
@@ -93,9 +93,11 @@ def as_read(old: KVBias | None, read: dict[str, Tensor]) -> KVBias | None:
     given: dict[int, dict[str, Tensor]] = {layer: {} for layer in old.attention_layers}
     for name, b in read.items():
         given[int(name.split(".")[1])][name.rpartition("hook_")[2]] = b
-    held = {layer: LayerBias.of(old, layer, device) for layer in given}
-    shown = ((held[l].shown(name, old.first_state_head(l)).to(b), b) for l, new in given.items() for name, b in new.items())
-    if all(torch.equal(*both) for both in shown):
+
+    def was_shown(layer: int, name: str) -> Tensor:
+        return shown(old.layers[layer].attention, name, old.first_state_head(layer)).to(device)
+
+    if all(torch.equal(was_shown(layer, name).to(b), b) for layer, new in given.items() for name, b in new.items()):
         return old
     batch = max(map(len, read.values()))
     whole = old if batch == 1 and old.batch_size is None else as_batch(old, batch)

@@ -16,10 +16,12 @@ from operator import add
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys
+from kvlens.ops.softmax_attention import ExtraKeys, ScaledFeatures
+from kvlens.ops.softmax_features import ScoreRule
 
 P = TypeVar("P", bound="State")
 Change = Callable[[Tensor], Tensor]
@@ -124,6 +126,17 @@ class Features(State):
         b_kv, b_d = self.b_kv[:, :, None] * by[..., None], self.b_d[:, :, None] * by
         return replace(self, b_kv=b_kv.flatten(1, 2), b_d=b_d.flatten(1, 2))
 
+    def phi(
+        self, q: Float[Tensor, "batch pos head d_key"], rule: ScoreRule, positions: Int[Tensor, "#batch pos"] | None
+    ) -> ScaledFeatures:
+        """phi of queries, with which b_kv and b_d are read; see :meth:`kvlens.kv_bias.SoftmaxFeatures.of_queries`."""
+        return self.features.read(q, rule, positions, self.log_scale, self.b_kv, self.b_d)
+
+    def placed(self: Any, device: torch.device, dtype: torch.dtype) -> Any:
+        """The part where it is read, with b_kv and b_d in ``dtype``."""
+        b_kv, b_d = self.b_kv.to(device, dtype), self.b_d.to(device, dtype)
+        return replace(self, b_kv=b_kv, b_d=b_d, log_scale=self.log_scale.to(device))
+
     def scaled(self: Any, log_scale: Float[Tensor, "batch kv_head"]) -> Any:
         """The same on another scale."""
         factor = (self.log_scale - log_scale).exp().repeat_interleave(self.n_heads // self.n_kv_heads, dim=1)
@@ -215,6 +228,18 @@ class Keys(Features):
 
         assert group * self.n_kv_heads == self.n_heads
         return self.with_keys(first)
+
+    def extra(self, dtype: torch.dtype) -> ExtraKeys | None:
+        """The keys in ``dtype``, as further keys of a softmax; None where it cannot express their weights."""
+        return ExtraKeys.of(self.keys.to(self.b_kv.device, dtype), self.b_kv, self.b_d, self.log_scale)
+
+    def in_window(self, rule: ScoreRule, positions: Int[Tensor, "#batch pos"]) -> "Keys":
+        """Without the first keys, as many as no query at ``positions`` of the text sees; one key always stays."""
+        if rule.window is None:
+            return self
+        seen = (self.distance + positions.min().to(self.distance) < rule.window).flatten(0, -2).any(dim=0)
+        first = int(seen.long().argmax()) if bool(seen.any()) else len(seen) - 1
+        return self if first == 0 else self.with_keys(lambda x, axis: x.narrow(axis, first, len(seen) - first))
 
     def further(self, n_tokens: int | Tensor) -> "Keys":
         """The keys ``n_tokens`` positions further away from the text."""

@@ -23,7 +23,6 @@ from kvlens import KVBias, KVLensError, KVTransformerBridge, convert_prompt
 from kvlens.bridge import read_memory
 from kvlens.bridge.native import NATIVE_POINTS
 from kvlens.bridge.softmax import BETWEEN, HOOKS, SoftmaxLayer
-from kvlens.components import LayerBias
 from kvlens.kv_bias import Keys
 from kvlens.model import KVModel, heads_per_layer, recurrent_layers
 from kvlens.ops.softmax_features import ScoreRule
@@ -79,16 +78,16 @@ def test_gradients_through_a_conversion_are_those_of_one_pass(family, bridge_of)
 
 
 def test_keys_outside_a_window_are_not_scored(bridge_of):
-    bias = LayerBias.of(convert_prompt(bridge_of("gemma3"), some_tokens(N_PROMPT)), 0, torch.device("cpu"))
+    bias = convert_prompt(bridge_of("gemma3"), some_tokens(N_PROMPT)).attention[0]
     positions, rule = torch.arange(N_TEXT)[None], ScoreRule(2.0, window=WINDOW)
-    near, first = bias.in_window(rule, positions)
-    assert first == N_PROMPT - (WINDOW - 1) and near.b_kv.shape[2] == near.features.n_features == WINDOW - 1
+    near, first = bias.in_window(rule, positions), N_PROMPT - (WINDOW - 1)
+    assert near.b_kv.shape[2] == near.features.n_features == WINDOW - 1
     q = torch.randn(1, N_TEXT, 6, 10, generator=torch.Generator().manual_seed(0))
     scores = bias.features.log_features(q, rule, positions)
     assert relative_error(near.features.log_features(q, rule, positions), scores[..., first:]) < LAW
     assert bool((scores[..., :first] == -torch.inf).all())
-    assert bias.in_window(rule, torch.tensor([[WINDOW]]))[0].b_d.shape[2] == 1  # none is seen, and one stays
-    assert bias.in_window(ScoreRule(2.0), positions)[1] == 0
+    assert bias.in_window(rule, torch.tensor([[WINDOW]])).b_d.shape[2] == 1  # none is seen, and one stays
+    assert bias.in_window(ScoreRule(2.0), positions) is bias
 
 
 def test_a_then_b_is_the_concatenation(model):
@@ -250,7 +249,7 @@ def test_bad_input_that_overflows_half_precision_is_refused(family):
         for name, weight in held.named_parameters():
             if values in name or (family == "gpt2" and name.endswith(".v._original_component.weight")):
                 weight.mul_(1e5 if weight.dim() > 1 else 1).clamp_(-6e4, 6e4)
-    with pytest.raises(KVLensError, match=r"of layer \d is not finite \(torch.float16\).*a wider dtype"):
+    with pytest.raises(KVLensError, match=r"of layer \d is not finite \(torch.float\d+\).*a wider dtype"):
         convert_prompt(model, some_tokens(2, N_PROMPT))
     with pytest.raises(KVLensError, match=r"\w+ in torch.float16: Transformers' own logits are not finite; .* a wider dtype"):
         KVTransformerBridge.boot_transformers(plain)
