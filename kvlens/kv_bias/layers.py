@@ -24,6 +24,7 @@ from kvlens.ops.softmax_attention import ExtraKeys, ScaledFeatures
 from kvlens.ops.softmax_features import ScoreRule
 
 P = TypeVar("P", bound="State")
+F = TypeVar("F", bound="Features")
 Change = Callable[[Tensor], Tensor]
 
 
@@ -79,15 +80,15 @@ class State:
         """The part without what nobody reads."""
         return self
 
-    @staticmethod
-    def total(parts: Sequence[Any]) -> Any:
+    @classmethod
+    def total(cls: type[P], parts: Sequence[P]) -> P:
         """The sum of parts of one kind."""
         first = parts[0]
         b_d = None if first.b_d is None else reduce(add, [part.b_d for part in parts])
         return replace(first, b_kv=reduce(add, [part.b_kv for part in parts]), b_d=b_d)
 
-    @staticmethod
-    def joined(parts: Sequence[Any]) -> Any:
+    @classmethod
+    def joined(cls: type[P], parts: Sequence[P]) -> P:
         """The rows of the prompts of all parts."""
         every = [part.tensors() for part in parts]
         return parts[0].with_tensors({name: torch.cat([x[name] for x in every]) for name in every[0]})
@@ -112,16 +113,16 @@ class Features(State):
     def tensors(self) -> dict[str, Tensor]:
         return {**super().tensors(), "log_scale": self.log_scale}
 
-    def map(self: "P", change: Change) -> "P":
+    def map(self: F, change: Change) -> F:
         return replace(self.rows(change), features=self.features.map(change))  # type: ignore[call-arg,attr-defined]
 
-    def per_query_head(self: Any, n_heads: int) -> Any:
+    def per_query_head(self: F, n_heads: int) -> F:
         return self if n_heads == self.n_heads else self.times(torch.ones(n_heads))
 
-    def times(self: Any, factor: float | Tensor) -> Any:
+    def times(self: F, factor: float | Tensor) -> F:
         """As of a state; numbers for the query heads give each of them a row of its own."""
         if not isinstance(factor, Tensor) or factor.shape[-1] == self.n_heads:
-            return State.times(self, factor)
+            return super().times(factor)
         by = factor.to(self.b_kv).unflatten(-1, (self.n_heads, -1))[..., None]
         b_kv, b_d = self.b_kv[:, :, None] * by[..., None], self.b_d[:, :, None] * by
         return replace(self, b_kv=b_kv.flatten(1, 2), b_d=b_d.flatten(1, 2))
@@ -132,18 +133,18 @@ class Features(State):
         """phi of queries, with which b_kv and b_d are read; see :meth:`kvlens.kv_bias.SoftmaxFeatures.of_queries`."""
         return self.features.read(q, rule, positions, self.log_scale, self.b_kv, self.b_d)
 
-    def placed(self: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    def placed(self: F, device: torch.device, dtype: torch.dtype) -> F:
         """The part where it is read, with b_kv and b_d in ``dtype``."""
         b_kv, b_d = self.b_kv.to(device, dtype), self.b_d.to(device, dtype)
         return replace(self, b_kv=b_kv, b_d=b_d, log_scale=self.log_scale.to(device))
 
-    def scaled(self: Any, log_scale: Float[Tensor, "batch kv_head"]) -> Any:
+    def scaled(self: F, log_scale: Float[Tensor, "batch kv_head"]) -> F:
         """The same on another scale."""
         factor = (self.log_scale - log_scale).exp().repeat_interleave(self.n_heads // self.n_kv_heads, dim=1)
         return replace(self.times(factor), log_scale=log_scale)
 
-    @staticmethod
-    def on_one_scale(parts: Sequence[Any]) -> list[Any]:
+    @classmethod
+    def on_one_scale(cls: type[F], parts: Sequence[F]) -> Sequence[F]:
         """Parts with as many rows each, on the largest of their scales."""
         first, most = parts[0].log_scale, max(part.n_heads for part in parts)
         parts = [part.per_query_head(most) for part in parts]
@@ -152,9 +153,9 @@ class Features(State):
         log_scale = torch.stack([part.log_scale for part in parts]).amax(dim=0)
         return [part.scaled(log_scale) for part in parts]
 
-    @staticmethod
-    def total(parts: Sequence[Any]) -> Any:
-        return State.total(Features.on_one_scale(parts))
+    @classmethod
+    def total(cls: type[F], parts: Sequence[F]) -> F:
+        return super().total(cls.on_one_scale(parts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -245,18 +246,18 @@ class Keys(Features):
         """The keys ``n_tokens`` positions further away from the text."""
         return replace(self, features=self.features.further(n_tokens))
 
-    @staticmethod
-    def total(parts: Sequence[Any]) -> Any:
+    @classmethod
+    def total(cls, parts: Sequence["Keys"]) -> "Keys":
         """The keys of all parts, side by side."""
-        every = [part.tensors() for part in Features.on_one_scale(parts)]
+        every = [part.tensors() for part in cls.on_one_scale(parts)]
         names = [name for name in every[0] if name != "log_scale"]
         beside = {name: torch.cat([x[name] for x in every], dim=2) for name in names}
         return parts[0].with_tensors({**beside, "log_scale": every[0]["log_scale"]})
 
-    @staticmethod
-    def joined(parts: Sequence[Any]) -> Any:
+    @classmethod
+    def joined(cls, parts: Sequence["Keys"]) -> "Keys":
         most, rows = max(part.keys.shape[2] for part in parts), max(part.n_heads for part in parts)
-        return State.joined([part.per_query_head(rows).widened(most) for part in parts])
+        return super().joined([part.per_query_head(rows).widened(most) for part in parts])
 
 
 @dataclass(frozen=True, eq=False)
