@@ -156,7 +156,8 @@ def check_numbers(bias: Any, what: str) -> None:
     tensors = {name: x for name, x in bias.tensors().items() if x.is_floating_point()}
     if all_finite(tensors.values()):
         return
-    for (layer, name), tensor in tensors.items():
+    narrowest_first = sorted(tensors.items(), key=lambda item: item[1].element_size())  # there numbers overflow
+    for (layer, name), tensor in narrowest_first:
         if not bool(tensor.isfinite().all()):
             raise KVLensError(
                 f"{what}: {name} of layer {layer} is not finite ({tensor.dtype}): numbers overflowed in the prompt's pass "
