@@ -195,7 +195,8 @@ class KVBias:
 
     @property
     def _some(self) -> Tensor:
-        return next(x for layer in self.layers for x in layer.tensors().values() if x.is_floating_point())
+        layers = sorted(self.layers, key=lambda layer: layer.attention is None)  # states are held in float32 or better
+        return next(x for layer in layers for x in layer.tensors().values() if x.is_floating_point())
 
     @property
     def device(self) -> torch.device:
@@ -204,7 +205,7 @@ class KVBias:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its floating-point tensors."""
+        """Of its floating-point tensors; those of states may be wider."""
         return self._some.dtype
 
     @property

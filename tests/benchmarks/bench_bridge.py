@@ -21,7 +21,7 @@ from timing import check_close, times, verdict
 from torch import Tensor
 from transformer_lens.model_bridge.sources import build_bridge_from_module
 
-sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("bridge", "model")]
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "bridge", "model")]
 
 from bridge_models import FAMILIES, LIKE_THE_OTHERS, TextLength
 from tiny_hf import PURELY_RECURRENT, tiny_hf_model

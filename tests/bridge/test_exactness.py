@@ -51,6 +51,7 @@ def test_states_beyond_half_precision_are_read_in_float32(family):
     logits = []
     for model in (KVTransformerBridge.boot_transformers(tiny_hf_model(family).half().float(), verify=False), models.bridge):
         bias = convert_prompt(model, PROMPT)
+        assert bias.dtype == model.W_E.dtype
         with model.kv_bias(with_stacked(bias, state=1e6 * bias.stacked("state").float())):
             logits.append(model(TEXT))
     assert logits[1].dtype == torch.float16 and logits[1].isfinite().all()
