@@ -25,7 +25,7 @@ import torch
 from timing import verdict
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "model"))
+sys.path += [str(Path(__file__).resolve().parents[1] / folder) for folder in ("", "model")]
 
 from large_scores import REAL, scaled_up
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache

@@ -29,8 +29,11 @@ from typing import Any
 
 import torch
 from bench_attribution import right_questions
-from plain_transformers import Plain, again
 from transformers import AutoModelForCausalLM
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "real"))
+
+from plain_transformers import Plain, again
 
 import kvlens
 from kvlens.explanation import paragraphs
