@@ -7,10 +7,10 @@ What most people need is named here: `load`, `HookedKVTransformer`, `convert_pro
 - **the model**, its configuration and hook points: `kvlens.model`, `kvlens.components`; models as Transformers runs them:
   `kvlens.bridge`;
 - **a prompt as weights**: `kvlens.conversion`, `kvlens.kv_bias`; **attention as a step of learning**: `kvlens.dual`;
-- **why did it say that**: `kvlens.explain`, `kvlens.explanation`;
+- **why did it say that**: `kvlens.explain`, `kvlens.explanation`, which also makes a page of it;
 - **analyses**, each a function that returns a table: `kvlens.analyses`; over many prompts: `kvlens.analyses.batch`;
 - **tables**, as commands write them, read and checked: `read_table`;
-- **pictures**: `kvlens.viz`; a page with all of them: `kvlens.report`;
+- **pictures**: `kvlens.viz`;
 - **training**: `kvlens.tasks`, `kvlens.training`, `kvlens.corpus`; the models that ship: `kvlens.zoo`.
 
 The names below are imported when they are first used: TransformerLens takes seconds to import, ``import kvlens`` does not.

@@ -20,6 +20,11 @@ Positions = Literal["kept", "closed"]
 UnitName = Literal["message", "document", "paragraph", "line", "sentence", "code", "word", "token"]
 UNITS: tuple[str, ...] = get_args(UnitName)
 """What a prompt is cut into by name; ``code`` means statements."""
+SectionName = Literal["heads", "patterns", "shares", "effect", "depth", "logits", "dual", "copies", "exactness"]
+SECTIONS: tuple[str, ...] = get_args(SectionName)
+"""What the page of an explanation can show below the answer."""
+USUAL_SECTIONS: tuple[SectionName, ...] = ("shares", "effect", "depth", "exactness")
+"""What it shows unless told otherwise: a few passes in all, a fraction of what the explanation takes."""
 MOST_ASKED = 2**24
 """Upper limit for features, steps and texts: a larger number is a typing error, or would take years."""
 DEEPEST = 200

@@ -1,7 +1,6 @@
 """The conversion methods of softmax models by name, and where each is. Nothing is imported to know it, so that help is quick.
 
-A line here makes ``convert_prompt(..., method="name")`` and ``kvlens report --method name`` find a method.
-:data:`kvlens.conversion.METHODS` has the classes.
+A line here makes ``convert_prompt(..., method="name")`` find a method. :data:`kvlens.conversion.METHODS` has the classes.
 """
 
 CONVERSION_METHODS = {

@@ -135,4 +135,4 @@ pd.DataFrame({f"attention to the story, {name}": row.sum(-1) for name, row in la
 # ## Your own models
 #
 # Load a Hugging Face folder as in notebook 01, a llama2.c checkpoint with `HookedKVTransformer.from_llama2c(path, tokenizer_path)`.
-# `convert_prompt` is called in the same way for all of them. On the command line: `kvlens report --model FOLDER --method landmark --features 16`.
+# `convert_prompt` is called in the same way for all of them.

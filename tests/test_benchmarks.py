@@ -83,10 +83,10 @@ def test_attribution_smoke(model, capsys):
 def test_real_sizes_smoke(tmp_path, capsys):
     """One of its processes; the benchmark starts one for each model and front end."""
     bench_real_sizes.write_folder("tiny", tmp_path)
-    bench_real_sizes.child(tmp_path, "kvlens", 12, ["convert", "explain", "report"])
+    bench_real_sizes.child(tmp_path, "kvlens", 12, ["convert", "explain", "page"])
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert found.keys() == {"imports", "load", "convert", "explain", "report"}
-    assert (tmp_path / "report" / "answer_statements.parquet").is_file()
+    assert found.keys() == {"imports", "load", "convert", "explain", "page"}
+    assert (tmp_path / "page.html").is_file()
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from kvlens import Chat, KVLensError, KVTransformerBridge, convert_prompt, count
 from kvlens.analyses import Record, attribution_by_head, prompt_attribution, prompt_effect
 from kvlens.chat import has_chat_template, prompt_tokens, prompt_units
 from kvlens.cli.prompts import add_question, add_texts_and_model, given_chat, given_prompt_and_text
-from kvlens.report.build import build_report
 from kvlens.units import always_there
 
 BOS = tiny_tokenizer().bos_token
@@ -184,15 +183,6 @@ def test_a_chat_in_a_batch_is_cut_as_it_is_alone():
     assert frame["unit_text"].str.strip().tolist() == ["Be kind.", "Be brief.", "document 1:", "The widget is purple."]
     effect = prompt_effect.analysis.run(model, record)
     pd.testing.assert_frame_equal(effect, prompt_effect(model, chat, "The"))
-
-
-@pytest.mark.parametrize("attention", ["linear", "softmax"])
-def test_a_report_of_a_chat(attention):
-    model = chat_model(attention=attention)
-    chat = Chat.ask("Return the widget?", {"a.txt": "The widget is purple. The gadget is green."})
-    report = build_report(model, chat, "The", new_tokens=2)
-    assert report.summary["prompt"] == {"text": chat.text(model), "n_tokens": len(chat.tokens(model))}
-    assert report.explained.units["unit_text"].str.strip().tolist() == ["The widget is purple.", "The gadget is green."]
 
 
 def arguments(*words):

@@ -40,7 +40,7 @@ class Stranger:
     """Fits no annotation."""
 
 
-FAMILIES = ("analyses", "conversion", "dual", "kv_bias", "report", "training", "viz", "zoo")
+FAMILIES = ("analyses", "conversion", "dual", "kv_bias", "training", "viz", "zoo")
 PACKAGES = (*FAMILIES, "corpus", "model", "tasks")
 
 

@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,16 +21,6 @@ from kvlens.cli import main
 from kvlens.cli.settings import add_settings, settings_of
 from kvlens.terminal import UNREADABLE, visible
 
-TABLES = (
-    *("conversion_error", "prompt_effect", "prompt_by_depth", "prompt_copies"),
-    *("bias_by_head", "bias_by_layer", "layer_contributions", "generated"),
-)
-FILES = {"summary.json", "bias.safetensors", "report.html", *(f"{name}.parquet" for name in TABLES)}
-
-ANSWER = {f"answer_{name}.parquet" for name in ("claims", "units", "effects", "words", "statements", "heads")}
-"""Those of them that have rows."""
-BARE = ("--by", "none")  # without the explanation, which takes most of the time
-
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
@@ -44,8 +35,8 @@ def folder(tmp_path_factory) -> str:
     return str(path)
 
 
-def report(folder, *more) -> int:
-    return main(["report", "--model", str(folder), "--prompt", PROMPT, "--text", TEXT, "--new-tokens", "3", *more])
+def explained(folder, *more) -> int:
+    return main(["explain", "--model", str(folder), "--prompt", PROMPT, "--text", TEXT, "--depth", "units", *more])
 
 
 def refused(capsys, status: int) -> str:
@@ -61,68 +52,69 @@ def refused(capsys, status: int) -> str:
 # --- good input ------------------------------------------------------------------------------------------------------
 
 
-def test_report_writes_and_shows_and_replaces_when_asked(folder, capsys):
-    assert report(folder) == 0
+def test_explain_writes_a_page_and_replaces_it_when_asked(folder, capsys):
+    assert explained(folder, "--out", "new/page.html") == 0
     captured = capsys.readouterr()
-    assert captured.err == ""
-    assert "exact to rounding" in captured.out and "Written to report/: summary.json" in captured.out
-    assert captured.out.splitlines()[-1].startswith("Open report/report.html in a browser")
-    size = Path("report/bias.safetensors").stat().st_size
-    assert f"bias.safetensors ({size / 1e3:,.1f} kB)" in " ".join(captured.out.split())
+    assert captured.err == "" and captured.out.startswith("The model answers:")
+    assert captured.out.splitlines()[-1] == "Open new/page.html in a browser; it works offline."
     assert [line for line in captured.out.splitlines() if cell_len(line) > 80] == []
-    assert FILES | {"answer_units.parquet"} <= set(os.listdir("report")) <= FILES | ANSWER
-    summary = json.loads(Path("report/summary.json").read_text())
-    assert summary["model"]["name"] == Path(folder).name
-    assert summary["prompt"]["text"] == PROMPT
-    assert "report already holds a kvlens report; pass --overwrite" in refused(capsys, report(folder))
-    assert json.loads(Path("report/summary.json").read_text()) == summary
-    assert report(folder, "--overwrite", *BARE, "--temperature", "1", "--seed", "3") == 0
-    assert "sampled" in json.loads(Path("report/summary.json").read_text())["generation"]["method"]
-    assert os.listdir(".") == ["report"]
+    before = Path("new/page.html").read_text(encoding="utf-8")
+    assert "Model: tiny, 2 layers of 3 heads, " in before and str(Path(folder).parent) not in before
+    headings = re.findall("<h2>(.*?)</h2>", before)
+    assert headings == ["The answer", "Prompt, heads, next token", "Effect on the text", "Layer by layer", "Exactness"]
+    line = refused(capsys, explained(folder, "--out", "new/page.html"))
+    assert "--out: new/page.html exists; pass --overwrite to replace it" in line
+    assert Path("new/page.html").read_text(encoding="utf-8") == before
+    assert explained(folder, "--out", "new/page.html", "--overwrite", "--sections", "exactness", "heads") == 0
+    headings = re.findall("<h2>(.*?)</h2>", Path("new/page.html").read_text(encoding="utf-8"))
+    assert headings == ["The answer", "Exactness", "Heads"]
+    assert explained(folder, "--out", "answer.html", "--sections") == 0
+    assert re.findall("<h2>(.*?)</h2>", Path("answer.html").read_text(encoding="utf-8")) == ["The answer"]
+    assert sorted(os.listdir(".")) == ["answer.html", "new"] and os.listdir("new") == ["page.html"]
 
 
-def test_report_without_arguments_is_the_story_on_the_model_of_stories(capsys):
-    assert main(["report"]) == 0
-    assert "The kite is in the barn" in json.loads(Path("report/summary.json").read_text())["prompt"]["text"]
-    assert "kvlens report: facts-linear" in capsys.readouterr().out
+def test_explain_without_arguments_is_the_story_on_the_model_of_stories(capsys):
+    assert main(["explain", "--out", "page.html"]) == 0
+    assert "The kite is in the barn" in (page := Path("page.html").read_text()) and "Model: facts-linear, " in page
+    assert "Why did the model say &#x27;donkey&#x27;?</h1>" in page and "&#x27;donkey&#x27; is lost" in page
 
 
-def test_report_on_another_model_uses_the_help_page_and_your_own_prompt_the_docs_model(folder, capsys, monkeypatch):
+def test_another_model_explains_the_help_page_and_your_own_prompt_the_docs_model(folder, capsys, monkeypatch):
     monkeypatch.setattr(zoo, "names", lambda: ["docs-linear"])
     monkeypatch.setattr(zoo, "folder_of", lambda name: Path(folder))
-    assert main(["report", "--model", "docs-linear", "--new-tokens", "2", *BARE]) == 0
-    assert "frobnicate(widget" in json.loads(Path("report/summary.json").read_text())["prompt"]["text"]
-    assert main(["report", "--prompt", PROMPT, "--text", TEXT, "--new-tokens", "2", "--out", "own", *BARE]) == 0
-    assert "kvlens report: docs-linear" in capsys.readouterr().out
+    bare = ["--depth", "units", "--by", "paragraph"]
+    assert main(["explain", "--model", "docs-linear", *bare]) == 0
+    assert "frobnicate(widget" in capsys.readouterr().out
+    assert main(["explain", "--prompt", PROMPT, "--text", TEXT, *bare, "--out", "own.html", "--sections"]) == 0
+    assert "Model: docs-linear, " in Path("own.html").read_text()
 
 
-def test_report_reads_files_and_other_dtypes(folder, capsys):
+def test_explain_reads_files_and_other_dtypes(folder):
     Path("p.txt").write_text(PROMPT, encoding="utf-8")
     Path("t.txt").write_text(TEXT, encoding="utf-8")
-    options = ["--prompt-file", "p.txt", "--text-file", "t.txt", "--dtype", "float64", "--device", "cpu", "--out", "a/b", *BARE]
-    assert main(["report", "--model", folder, "--new-tokens", "2", *options]) == 0
-    summary = json.loads(Path("a/b/summary.json").read_text())
-    assert summary["model"]["dtype"] == "float64"
-    assert summary["conversion"]["relative_error"] < 1e-12
-    assert "float64 on cpu" in capsys.readouterr().out
+    options = ["--prompt-file", "p.txt", "--text-file", "t.txt", "--dtype", "float64", "--device", "cpu", "--out", "a.html"]
+    assert main(["explain", "--model", folder, "--depth", "units", *options, "--sections", "exactness"]) == 0
+    page = Path("a.html").read_text()
+    (error,) = re.findall("<td>relative error of the logits</td><td>(.*?)</td>", page)
+    assert " parameters, float64." in page and float(error.replace("−", "-")) < 1e-12
 
 
 def test_help_and_version_are_light():
     code = (
-        "import sys; from kvlens.cli import main; codes = [main(a) for a in ([], ['--help'], ['report', '--help'], ['zoo'])];"
+        "import sys; from kvlens.cli import main; codes = [main(a) for a in ([], ['--help'], ['explain', '--help'], ['zoo'])];"
         "heavy = {'torch', 'transformer_lens', 'pandas', 'numpy', 'rich'} & set(sys.modules); sys.exit(str((codes, heavy)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stderr.strip() == "([0, 0, 0, 0], set())"
-    for words in ("usage: kvlens", "--overwrite", "(default: report)", "example"):
+    for words in ("usage: kvlens", "--overwrite", "exactness", "example"):
         assert words.lower() in done.stdout.lower()
 
 
 def test_python_m_kvlens():
     done = subprocess.run([sys.executable, "-m", "kvlens", "--version"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, f"kvlens {__version__}\n")
-    done = subprocess.run([sys.executable, "-m", "kvlens", "raport"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "did you mean 'report'?" in done.stderr
+    done = subprocess.run([sys.executable, "-m", "kvlens", "explian"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "did you mean 'explain'?" in done.stderr
 
 
 def test_zoo_lists_what_ships(capsys, monkeypatch, tmp_path):
@@ -169,17 +161,17 @@ def test_train_writes_run_and_model_with_a_card_and_resumes(capsys):
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 
-def test_models_that_have_no_report(capsys, tmp_path):
+def test_models_that_have_no_explanation(capsys, tmp_path):
     broken = tiny_text_model()
-    broken.W_E[3, 0] = torch.nan
+    broken.W_U[0, 0] = torch.nan
     models = {
-        "n_ctx=64": tiny_text_model(positional_embedding_type="standard"),
+        "n_ctx=16": tiny_text_model(positional_embedding_type="standard", n_ctx=16),
         "token ids must lie in 0..4": tiny_text_model(d_vocab=5),
-        "NaN or infinity: embed.W_E": broken,
+        "log-probabilities are NaN": broken,
     }
     for i, (message, model) in enumerate(models.items()):
         model.save(tmp_path / f"m{i}")
-        assert message in refused(capsys, report(f"m{i}", "--new-tokens", "60"))
+        assert message in refused(capsys, explained(f"m{i}", "--out", "page.html"))
     assert sorted(os.listdir(".")) == [f"m{i}" for i in range(len(models))]
 
 
@@ -193,31 +185,29 @@ def test_an_output_that_cannot_be_written_is_one_line():
     assert (closed.returncode, closed.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("where", ["kvlens.model.HookedKVTransformer.generate", "kvlens.kv_bias.KVBias.save"])
+@pytest.mark.parametrize("where", ["kvlens.explanation.runs.Runs.answer", "kvlens.viz.Page.to_html"])
 def test_ctrl_c_leaves_nothing(folder, capsys, monkeypatch, where):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(where, interrupt)
-    assert report(folder) == 130
+    assert explained(folder, "--out", "page.html", "--sections") == 130
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "kvlens: interrupted\n")
     assert os.listdir(".") == []
 
 
-@pytest.mark.slow
-def test_a_full_disk_leaves_nothing(folder, capsys, monkeypatch):
+def test_a_full_disk_leaves_the_old_page(folder, capsys, monkeypatch):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
+    assert explained(folder, "--out", "page.html", "--sections") == 0
+    before, _ = Path("page.html").read_bytes(), capsys.readouterr()
     with monkeypatch.context() as patch:
-        patch.setattr("kvlens.report.page.table_bytes", full)
-        assert report(folder) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith("kvlens: error: ")
-    assert captured.err.endswith("report: No space left on device\n")
-    assert os.listdir(".") == []
-    assert report(folder) == 0 and os.listdir(".") == ["report"]
+        patch.setattr("os.fsync", full)
+        line = refused(capsys, explained(folder, "--out", "page.html", "--overwrite"))
+    assert line == "kvlens: error: cannot write page.html: No space left on device\n"
+    assert os.listdir(".") == ["page.html"] and Path("page.html").read_bytes() == before
 
 
 def test_memory_that_runs_out_is_one_line_and_other_errors_are_not(capsys, monkeypatch):
@@ -240,11 +230,11 @@ def test_a_reader_that_leaves_early_is_no_error(folder):
         status = 1
         try:
             with open(writer, "w") as sys.stdout:
-                status = report(folder, *BARE)
+                status = explained(folder, "--out", "page.html", "--sections")
         finally:
             os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert set(os.listdir("report")) == FILES
+    assert os.listdir(".") == ["page.html"]
     command = [sys.executable, "-m", "kvlens", "zoo"]
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
     os.close(writer)
@@ -255,7 +245,7 @@ def test_a_reader_that_leaves_early_is_no_error(folder):
     "arguments",
     [
         ["--help"],
-        *([command, "--help"] for command in ("report", "analyse", "train", "zoo", "reproduce", "reference")),
+        *([command, "--help"] for command in ("explain", "analyse", "train", "zoo", "reproduce", "reference")),
         ["analyse", "bias_by_head", "--help"],
         ["analyse", "dual_bound", "--help"],
         ["analyse"],

@@ -13,12 +13,11 @@ pytestmark = pytest.mark.unhooked  # numbers, names and nonsense, from the comma
 
 TEXTS = ["--prompt", "a", "--text", "b"]
 TRAIN = ["train", "induction", "--out", "m"]
-REPORT, EXPLAIN = "report --prompt a --text b", "explain --prompt a --text b"
-OVERWRITE, STORY = ("", "--overwrite"), "Mira keeps a goat."
+EXPLAIN, STORY = "explain --prompt a --text b", "Mira keeps a goat."
 ANALYSE = "analyse bias_decomposition p.jsonl --model docs-linear --out"
 NO_MODEL = "is neither a shipped model nor a folder or file that holds one; shipped are: bigram-linear"
 REFUSED = [
-    ("there is no command ''; the commands are report, explain, analyse, train", "''"),
+    ("there is no command ''; the commands are explain, analyse, train", "''"),
     ("there is no command '..'", ".."),
     (f"there is no command 'trian'; the commands are {', '.join(COMMANDS)}; did you mean 'train'?", "trian"),
     ("unrecognized arguments: --bogus (see kvlens --help)", "--bogus"),
@@ -61,45 +60,47 @@ REFUSED = [
         "train induction --out m --model 'kv_shift={\"windo\":2}'",
     ),
     ("attn_only must be True or False, got 'maybe'", "train induction --out m --model attn_only=maybe"),
-    # report and explain
-    ("unrecognized arguments: --promt x; did you mean '--prompt'? (see kvlens report --help)", "report --promt x"),
-    ("did you mean '--prompt'?", "report --promt=x"),
-    ("--seed must be from 0 to 2**63 - 1", f"{REPORT} --seed {2**70}"),
-    ("--seed must be at least 0, got -1", f"{REPORT} --seed -1"),
-    ("argument --seed: invalid int value: 'x'", f"{REPORT} --seed x"),
-    ("--device: 'meta' cannot be used here", f"{REPORT} --device meta"),
-    ("argument --temperature: invalid float value: 'x'", f"{REPORT} --temperature x"),
-    ("argument --dtype: invalid choice: 'int8'", f"{REPORT} --dtype int8"),
-    ("--temperature must be at least 0, got -1.0", f"{REPORT} --temperature -1"),
-    ("argument --new-tokens: invalid int value: 'many'", f"{REPORT} --new-tokens many"),
-    ("--new-tokens must be at least 1, got 0", f"{REPORT} --new-tokens 0"),
-    ("unrecognized arguments: --over", f"{REPORT} --over"),
-    ("--prompt is empty; give at least one character", "report --prompt '' --text b"),
-    ("--text is empty; give at least one character", "report --prompt a --text ''"),
-    ("--prompt is missing: give both a prompt and a text, or neither", "report --text b"),
-    *(("--text is missing: give both a prompt and a text", f"{command} --prompt a") for command in ("report", "explain")),
-    ("--prompt and --prompt-file are both given; use only one", f"{REPORT} --prompt-file file"),
-    ("--prompt-file: bytes is not UTF-8 text (byte 2); convert it first", "report --prompt-file bytes --text b"),
-    ("--prompt-file and --text-file are both -; only one can be read from standard", "report --prompt-file - --text-file -"),
-    ("--prompt-file: cannot read nowhere: No such file or directory", "report --prompt-file nowhere --text b"),
-    ("--prompt-file: . is a folder, not a file", "report --prompt-file . --text b"),
-    ("--prompt-file: photos/units.parquet is a pipe, not a file", "report --prompt-file photos/units.parquet --text b"),
+    # explain
+    ("unrecognized arguments: --promt x; did you mean '--prompt'? (see kvlens explain --help)", "explain --promt x"),
+    ("did you mean '--prompt'?", "explain --promt=x"),
+    ("--device: 'meta' cannot be used here", f"{EXPLAIN} --device meta"),
+    ("argument --dtype: invalid choice: 'int8'", f"{EXPLAIN} --dtype int8"),
+    ("unrecognized arguments: --over", f"{EXPLAIN} --over"),
+    ("--prompt is empty; give at least one character", "explain --prompt '' --text b"),
+    ("--text is empty; give at least one character", "explain --prompt a --text ''"),
+    ("--prompt is missing: give both a prompt and a text, or neither", "explain --text b"),
+    ("--text is missing: give both a prompt and a text", "explain --prompt a"),
+    ("--prompt and --prompt-file are both given; use only one", f"{EXPLAIN} --prompt-file file"),
+    ("--prompt-file: bytes is not UTF-8 text (byte 2); convert it first", "explain --prompt-file bytes --text b"),
+    ("--prompt-file and --text-file are both -; only one can be read from standard", "explain --prompt-file - --text-file -"),
+    ("--prompt-file: cannot read nowhere: No such file or directory", "explain --prompt-file nowhere --text b"),
+    ("--prompt-file: . is a folder, not a file", "explain --prompt-file . --text b"),
+    ("--prompt-file: photos/units.parquet is a pipe, not a file", "explain --prompt-file photos/units.parquet --text b"),
     ("--text-file: photos/units.parquet is a pipe, not a file", "explain --prompt a --text-file photos/units.parquet"),
     ("--document: photos/units.parquet is a pipe", "explain --question a --document photos/units.parquet"),
-    *(("--messages: photos/units.parquet is a pipe", f"{x} --messages photos/units.parquet") for x in ("report", "explain")),
+    ("--messages: photos/units.parquet is a pipe", "explain --messages photos/units.parquet"),
     ("task 'text': photos/units.parquet is a pipe", "train text --out m --task corpus=photos/units.parquet"),
-    ("--prompt-file: 'xxx", f"report --prompt-file {'x' * 300} --text b"),
-    ("--prompt-file: expected a path, got ''", "report --prompt-file '' --text b"),
-    *((f"--model: '{name}' {NO_MODEL}", f"{REPORT} --model '{name}'") for name in ("nowhere", "", "~nobody/at/all")),
-    ("--model: 'xxx", f"{REPORT} --model {'x' * 300}"),
-    (f"--model: 'docs-liner' {NO_MODEL}", f"{REPORT} --model docs-liner"),
-    ("; did you mean 'docs-linear'? (a name on the hub", f"{REPORT} --model docs-liner"),
-    ("empty holds no config.json", f"{REPORT} --model empty"),
-    ("from_llama2c: file is truncated: the header has 28 bytes, the file 1", f"{REPORT} --model file"),
-    *(("half of a character (a lone surrogate)", f"report --prompt {prompt} --text b") for prompt in ("a\ud800", "\udc00")),
-    ("--overwrite belongs to --out DIR", f"{EXPLAIN} --overwrite"),
-    ("photos is not empty and not a kvlens report, so it is left alone", f"{REPORT} --out photos --overwrite"),
-    *(("photos is not empty and not an explanation, so it is left alone", f"{EXPLAIN} --out photos {x}") for x in OVERWRITE),
+    ("--prompt-file: 'xxx", f"explain --prompt-file {'x' * 300} --text b"),
+    ("--prompt-file: expected a path, got ''", "explain --prompt-file '' --text b"),
+    *((f"--model: '{name}' {NO_MODEL}", f"{EXPLAIN} --model '{name}'") for name in ("nowhere", "", "~nobody/at/all")),
+    ("--model: 'xxx", f"{EXPLAIN} --model {'x' * 300}"),
+    (f"--model: 'docs-liner' {NO_MODEL}", f"{EXPLAIN} --model docs-liner"),
+    ("; did you mean 'docs-linear'? (a name on the hub", f"{EXPLAIN} --model docs-liner"),
+    ("empty holds no config.json", f"{EXPLAIN} --model empty"),
+    ("from_llama2c: file is truncated: the header has 28 bytes, the file 1", f"{EXPLAIN} --model file"),
+    *(("half of a character (a lone surrogate)", f"explain --prompt {prompt} --text b") for prompt in ("a\ud800", "\udc00")),
+    *(
+        (f"{words.split()[0]} belongs to --out FILE.html", f"{EXPLAIN} {words}")
+        for words in ("--overwrite", "--sections heads")
+    ),
+    *(
+        (f"--out: expected a file that ends in .html, for the page, got '{x}'", f"{EXPLAIN} --out {x}")
+        for x in (".", "a.htm", "a")
+    ),
+    ("--out: photos.html is no file; choose another one", f"{EXPLAIN} --out photos.html --overwrite"),
+    ("cannot make a folder in /proc: ", f"{EXPLAIN} --out /proc/a.html"),
+    ("--sections must be one of heads, patterns, shares, effect, ", f"{EXPLAIN} --out a.html --sections effect haeds"),
+    ("exactness, got 'haeds'; did you mean 'heads'?", f"{EXPLAIN} --out a.html --sections haeds"),
     ("--budget must be at least 1, got 0", f"{EXPLAIN} --budget 0"),
     ("argument --by: invalid choice: 'chapter'", f"{EXPLAIN} --by chapter"),
     ("--question and --prompt are both given, and each is a whole prompt", f"{EXPLAIN} --question c"),
@@ -149,7 +150,7 @@ REFUSED = [
     ("argument --engine: invalid choice: 'rey'", f"{ANALYSE} t.parquet --engine rey"),
     ("gpus_per_worker is for the engine ray", f"{ANALYSE} t.parquet --gpus-per-worker 1"),
 ]
-WRITERS = [REPORT, EXPLAIN, "train induction", "reproduce landscape --scale tiny", "reference", ANALYSE]
+WRITERS = ["train induction", "reproduce landscape --scale tiny", "reference", ANALYSE]
 PATHS = {
     "": "expected a path, got ''",
     "a\0b": "expected a path",
@@ -175,6 +176,7 @@ def folder(tmp_path_factory):
     (folder / "bytes").write_bytes(b"ab\xff")
     (folder / "empty").mkdir()
     (folder / "photos").mkdir()
+    (folder / "photos.html").mkdir()
     os.mkfifo(folder / "photos" / "units.parquet")  # opening it would wait for a reader
     (folder / "p.jsonl").write_text('{"prompt": "Return the widget.", "text": " It is"}\n')
     return folder
@@ -192,7 +194,7 @@ def refused(command, capsys):
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert captured.err.startswith("kvlens: error: ") and len(captured.err) > 40
-    assert sorted(os.listdir(".")) == ["bytes", "empty", "file", "p.jsonl", "photos"] and not os.listdir("empty")
+    assert sorted(os.listdir(".")) == ["bytes", "empty", "file", "p.jsonl", "photos", "photos.html"] and not os.listdir("empty")
     assert os.listdir("photos") == ["units.parquet"]
     return captured.err
 
@@ -214,7 +216,7 @@ def test_what_is_no_path_is_refused_by_all_that_write(command, capsys):
 
 def test_what_a_terminal_would_obey_does_not_reach_it(capsys):
     evil = "a\x1b[31mb\u202ec\u2028d\x07e\u200f"
-    assert main(["report", "--model", evil, *TEXTS]) == 2
+    assert main(["explain", "--model", evil, *TEXTS]) == 2
     line = capsys.readouterr().err
     assert not set(line[:-1]) & set("\x1b\u202e\u2028\x07\u200f")
     assert main([*TRAIN, "--task", f"law={evil}"]) == 2
@@ -235,5 +237,5 @@ def test_names_of_files_that_a_batch_tells_of_are_made_visible(capsys, tmp_path,
 
 def test_a_prompt_from_standard_input_that_is_no_text(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"ab\xff")))
-    assert main(["report", "--prompt-file", "-", "--text", "b"]) == 2
+    assert main(["explain", "--prompt-file", "-", "--text", "b"]) == 2
     assert "not UTF-8 text (byte 2)" in capsys.readouterr().err

@@ -1,28 +1,20 @@
-"""Which folders may be written: one rule for a model, a report, an outcome and a run; other files are never deleted."""
+"""Which folders may be written: one rule for a model, an outcome and a run; other files are never deleted."""
 
 import json
 import os
 import threading
-from functools import cache
 from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
 from tiny_runs import run
-from tiny_text_model import PROMPT, TEXT, tiny_text_model
+from tiny_text_model import tiny_text_model
 
-from kvlens import KVLensError, explain
-from kvlens.files import FolderKind, check_folder, list_files, listed_in, write_folder
+from kvlens import KVLensError
+from kvlens.files import FolderKind, atomic, check_folder, list_files, listed_in, write_folder
 from kvlens.model.storage import check_model_folder
 from kvlens.papers import find_experiment
-from kvlens.papers.harness.run import Reproduction, write_experiment
-from kvlens.report import build_report, write_report
-from kvlens.report.page import write_explanation
-
-
-@cache
-def report():
-    return build_report(tiny_text_model(), PROMPT, TEXT, model_name="t", new_tokens=1)
+from kvlens.papers.harness.run import EXPERIMENT_FOLDER, Reproduction, write_experiment
 
 
 def outcome(folder: Path, overwrite: bool) -> None:
@@ -31,20 +23,9 @@ def outcome(folder: Path, overwrite: bool) -> None:
     write_experiment(Reproduction({}, lambda: figure, []), find_experiment("hops"), "tiny", 1.0, folder, overwrite=overwrite)
 
 
-@cache
-def explained():
-    return explain(tiny_text_model(), PROMPT, TEXT)
-
-
-def explanation(folder: Path, overwrite: bool, found=None) -> None:
-    write_explanation(found or explained(), folder, model=tiny_text_model(), model_name="t", overwrite=overwrite)
-
-
 REPLACED = {
     "a kvlens model": lambda folder, overwrite: tiny_text_model().save(folder, overwrite=overwrite),
-    "a kvlens report": lambda folder, overwrite: write_report(report(), folder, overwrite=overwrite),
     "an experiment": outcome,
-    "an explanation": explanation,
 }
 WRITTEN = {**REPLACED, "a run with a checkpoint": lambda folder, overwrite: run(folder=folder, steps=2, restart=overwrite)}
 
@@ -145,25 +126,59 @@ def test_of_many_writers_that_may_not_replace_each_other_one_succeeds(tmp_path):
     assert len(os.listdir(tmp_path / "x")) == 2 and os.listdir(tmp_path) == ["x"]
 
 
-def test_an_explanation_leaves_nothing_half_written(tmp_path, monkeypatch):
+def test_what_cannot_be_written_leaves_the_old_outcome_and_a_link_is_replaced_by_a_file(tmp_path, monkeypatch):
     folder = tmp_path / "x"
-    whole = explained()
-    explanation(folder, False, whole)
-    assert {"claims.parquet", "statements.parquet", "explanation.html"} < set(os.listdir(folder))
+    outcome(folder, False)
     before = contents(folder)
 
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as patch, pytest.raises(KVLensError, match="No space left on device"):
-        patch.setattr("kvlens.report.page.table_bytes", full)
-        explanation(folder, True)
+    for overwrite in (False, True):
+        with monkeypatch.context() as patch, pytest.raises(KVLensError, match=r"already holds|No space left on device"):
+            patch.setattr("pathlib.Path.write_text", full)
+            outcome(folder, overwrite)
     assert contents(folder) == before and os.listdir(tmp_path) == ["x"]
-    (folder / "units.parquet").unlink()
-    (folder / "units.parquet").symlink_to(tmp_path / "theirs")
-    (tmp_path / "theirs").write_text("theirs")
-    explanation(folder, True)
-    assert (tmp_path / "theirs").read_text() == "theirs" and not (folder / "units.parquet").is_symlink()
+    (folder / "summary.json").rename(tmp_path / "theirs")
+    (folder / "summary.json").symlink_to(tmp_path / "theirs")
+    outcome(folder, True)
+    assert (tmp_path / "theirs").read_bytes() == before["summary.json"] and not (folder / "summary.json").is_symlink()
+
+
+def test_an_empty_folder_and_a_link_to_one_of_the_kind_are_used(tmp_path):
+    (tmp_path / "x").mkdir()
+    outcome(tmp_path / "x", False)
+    (tmp_path / "link").symlink_to("x")
+    outcome(tmp_path / "link", True)
+    assert (tmp_path / "link").is_symlink() and "summary.json" in os.listdir(tmp_path / "x")
+
+
+def test_a_path_that_is_not_writable(tmp_path, monkeypatch):
+    def refuse(*args, **how):
+        raise PermissionError(13, "Permission denied", "secret-temporary-name")
+
+    monkeypatch.setattr("pathlib.Path.mkdir", refuse)  # file modes do not stop root, which runs many a container
+    with pytest.raises(KVLensError, match="Permission denied; choose another folder"):
+        check_folder(tmp_path / "a" / "r", EXPERIMENT_FOLDER)
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_old_folder_is_restored_when_the_new_one_cannot_replace_it(tmp_path, monkeypatch):
+    outcome(tmp_path / "x", False)
+    before, rename, n_calls = contents(tmp_path), Path.rename, 0
+
+    def fail_at_the_second(self, target):
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 2:
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(atomic, "_swapped", lambda a, b: False)  # a system that swaps folders in one step has no second
+    monkeypatch.setattr(Path, "rename", fail_at_the_second)
+    with pytest.raises(KVLensError, match="Input/output error"):
+        outcome(tmp_path / "x", True)
+    assert n_calls == 3 and contents(tmp_path) == before
 
 
 def test_equal_outcomes_are_equal_files(tmp_path):

@@ -21,7 +21,7 @@ ORDER = [
     "errors", "memory", "checks", "arguments", "files", "terminal", "dtypes", "tokenizer", "templates", "ops", "base",
     "kv_bias", "components", "mixers", "zoo", "pretrained", "model", "texts", "units", "marks", "question", "chat", "bridge",
     "loading", "conversion_methods", "conversion", "dual", "corpus", "tasks", "training", "analyses", "viz", "explanation",
-    "report", "papers", "reference", "cli",
+    "papers", "reference", "cli",
 ]
 PURE = {
     "torch", "einops", "jaxtyping", "kvlens",
@@ -197,7 +197,7 @@ ONE_MEANING = {
     "carried_keys carried_queries effective_attention state_map": "an operation, in the file of each recurrent rule",
     "ends_of fingerprint_of layers_of": "what the protocol of models asks, of each of the two front ends",
     "main": "of a command line",
-    "FORMAT logger": "by which a kind of file is known, and of a module",
+    "logger": "of a module",
 }
 """What several modules define, because it means the same thing in each."""
 
@@ -238,7 +238,7 @@ THEIRS = {
 USES_BOTH = """
 {imported}
 assert mine == 1
-import kvlens.analyses, kvlens.report, kvlens.viz
+import kvlens.analyses, kvlens.explanation, kvlens.viz
 from kvlens.cli import main
 assert kvlens.analyses.bias_by_head.__module__ == "kvlens.analyses.bias.decomposition"
 assert main(["analyse", "bias_by_head", "p.txt", "--model", "bigram-linear", "--text", "4 5", "--out", "t.parquet"]) == 0

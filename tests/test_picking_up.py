@@ -37,7 +37,7 @@ WITH_EXAMPLES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
     for folder in ("kvlens", "analyses")
     for path in (ROOT / folder).rglob("*.py")
-    if re.search(r"^ *>>> ", path.read_text(encoding="utf-8"), re.M) and path.name != "example.py"  # a prompt about code
+    if re.search(r"^ *>>> ", path.read_text(encoding="utf-8"), re.M)
 )
 
 
@@ -153,5 +153,5 @@ def test_the_commands_of_the_readme_run_one_after_the_other_in_an_empty_folder(t
             assert words[0] == "install"
         else:
             subprocess.run(["bash", "-c", command], check=True)
-    assert {"report", "my-report", "prompts.jsonl", "table.parquet", "run"} <= {path.name for path in tmp_path.iterdir()}
+    assert {"page.html", "my-page.html", "prompts.jsonl", "table.parquet", "run"} <= {path.name for path in tmp_path.iterdir()}
     assert "2 prompts" in capsys.readouterr().out

@@ -12,7 +12,7 @@ from typing import Any
 
 import kvlens
 from kvlens import zoo
-from kvlens.cli.prompts import add_explain, add_report
+from kvlens.cli.prompts import add_explain
 from kvlens.cli.settings import add_reproduce, add_train
 from kvlens.errors import KVLensError, nearest
 from kvlens.files import read_listed
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Arguments(
         prog="kvlens",
         description="Mechanistic interpretability of the key-value side of attention: prompts as weights.",
-        epilog="Start with `kvlens report`, which without arguments shows a built-in example. "
+        epilog="Start with `kvlens explain`, which without arguments explains an example. "
         "`kvlens COMMAND --help` explains a command.",
         allow_abbrev=False,
     )
@@ -176,7 +176,6 @@ def _reference(args: argparse.Namespace) -> int:
 
 
 COMMANDS = {
-    "report": add_report,
     "explain": add_explain,
     "analyse": add_analyse,
     "train": add_train,

@@ -1,38 +1,64 @@
-"""``kvlens explain`` and ``kvlens report``, the commands that are given a prompt: what it is, and the model that reads it.
+"""``kvlens explain``: the prompt that it is given, the model that reads it, and what is printed and written.
 
-Prompt and text, or a chat, come from arguments, files or standard input; without any, an example is shown.
+Prompt and text, or a chat, come from arguments, files or standard input; without any, an example is explained. No training text
+holds the examples, so what a model knows of them comes from the prompt.
 """
 
 import argparse
 import json
 import os
 import sys
-import textwrap
-import warnings
-from contextlib import nullcontext
-from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvlens.arguments import MOST_ASKED, UNITS, check_characters, check_device, path_of
-from kvlens.checks import Seed, Within, ensure
-from kvlens.conversion_methods import CONVERSION_METHODS
+from kvlens.arguments import SECTIONS, UNITS, USUAL_SECTIONS, SectionName, check_characters, check_device, path_of
+from kvlens.checks import Within, ensure
 from kvlens.errors import KVLensError
-from kvlens.files import check_regular, each_once, work_on
-from kvlens.report.example import EXAMPLE_MODEL, EXPLANATION_FOLDER, REPORT_FOLDER, TEXT_MODEL, check_report_folder, example_for
+from kvlens.files import check_regular, check_writable, each_once
 from kvlens.terminal import make_console, progress_bar, visible
 from kvlens.zoo import source_of
 
 if TYPE_CHECKING:
     from kvlens import Chat
-    from kvlens.conversion import ConversionMethod
 
-MESSAGES_HELP = (
-    'a JSON file with a chat, [{"role": "user", "content": ...}, ...], which the model reads as its chat template writes it; '
-    "- is standard input"
+EXAMPLE_MODEL, TEXT_MODEL = "facts-linear", "docs-linear"
+"""What explains itself where neither a model nor a prompt is given, and where a prompt is given and no model."""
+STORY = (
+    "The kite is in the barn. Mira keeps a goat. The drum stands in the cellar. Pavel has a parrot. "
+    "Look for the lamp in the attic. At night Kaya feeds a donkey.",
+    " Which animal does Pavel keep? Pavel keeps a parrot. Which animal does Kaya keep? Kaya keeps a",
 )
+NESTED = (
+    "The bin is in the stable. The tub is in the garden. The clock is in the tub. The mirror is in the bin.",
+    " Which room holds the clock? The",
+)
+HELP_PAGE = (
+    """\
+frobnicate(widget, colour='purple', depth=7)
 
+Frobnicate a widget and return it.
 
+Parameters
+----------
+widget : Widget
+    The widget to frobnicate.
+colour : str, optional
+    The colour of the frobnicated widget. The default is 'purple'.
+depth : int, optional
+    How deep the widget is frobnicated. The default is 7.
+
+Returns
+-------
+Widget
+    The frobnicated widget.
+
+""",
+    "Examples\n--------\n>>> widget = Widget()\n>>> frobnicate(widget, colour='purple', depth=7)\nThe widget is",
+)
+EXAMPLES = {"facts-linear": STORY, "facts-gpt2": STORY, "facts-hybrid": STORY} | dict.fromkeys(
+    ("facts-hops-linear", "facts-hops-gpt2"), NESTED
+)
+"""Prompt and text by the model's name; `HELP_PAGE` for models of other text."""
 OPEN_ALREADY = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
 """How a shell names a pipe that somebody writes to: ``<(pdftotext minutes.pdf -)``. Any other pipe may wait for ever."""
 
@@ -68,7 +94,12 @@ def add_question(command: argparse.ArgumentParser) -> None:
         help="a UTF-8 file that the question is about, cut into units; may be repeated; - is standard input",
     )
     command.add_argument("--system", metavar="TEXT", help="the system's message in front of the question, cut into units, too")
-    command.add_argument("--messages", metavar="FILE", help=MESSAGES_HELP)
+    command.add_argument(
+        "--messages",
+        metavar="FILE",
+        help='a JSON file with a chat, [{"role": "user", "content": ...}, ...], which the model reads as its template writes '
+        "it; - is standard input",
+    )
 
 
 def given_chat(args: argparse.Namespace) -> "Chat | None":
@@ -112,10 +143,9 @@ def check_parts(args: argparse.Namespace, model: Any, prompt: "str | Chat") -> N
             "--question: it is never removed, and without a document there is nothing else to remove; give what it is about, "
             "as --document FILE or --system TEXT"
         )
-    skip = "; --by none makes a report without an explanation" if args.command == "report" else ""
     raise KVLensError(
         f"--messages: the chat in {args.messages} is only a question, which is never removed, and there is nothing else; "
-        f"write what the question is about in front of it, or into another message{skip}"
+        f"write what the question is about in front of it, or into another message"
     )
 
 
@@ -136,7 +166,7 @@ def model_and_texts(args: argparse.Namespace) -> "tuple[str, str | Chat, str | N
     given = given_prompt_and_text(args)
     name = (EXAMPLE_MODEL if given is None else TEXT_MODEL) if args.model is None else args.model
     source_of(name, download=args.download)
-    return name, *(given or example_for(name))
+    return name, *(given or EXAMPLES.get(name, HELP_PAGE))
 
 
 def given_prompt_and_text(args: argparse.Namespace) -> "tuple[str | Chat, str | None] | None":
@@ -216,217 +246,66 @@ def add_explain(commands: Any) -> None:
         metavar="DEPTH",
     )
     explain.add_argument("--budget", type=int, metavar="TOKENS", help="tokens that may be read (default: as many as it takes)")
+    explain.add_argument("--out", metavar="FILE.html", help="write a page, which works offline (default: print only)")
     explain.add_argument(
-        "--out",
-        metavar="DIR",
-        help="write a page, the tables as Parquet, and summary.json to this folder (default: print only)",
+        "--sections",
+        nargs="*",
+        metavar="NAME",
+        help=f"what the page shows below the answer: {', '.join(SECTIONS)} (heads takes longest, as each is ablated); without "
+        f"a name the answer alone (default: {' '.join(USUAL_SECTIONS)})",
     )
-    explain.add_argument(
-        "--overwrite", action="store_true", help="replace an existing explanation in DIR; no other files are touched"
-    )
+    explain.add_argument("--overwrite", action="store_true", help="replace the file of --out if it exists")
     explain.add_argument("--device", help="where the model runs, e.g. cpu or cuda (default: cuda if available)")
+    explain.add_argument(
+        "--dtype", choices=("float32", "float64", "bfloat16", "float16"), help="dtype of the weights (default: the model's own)"
+    )
     explain.set_defaults(run=_explain)
 
 
 def _explain(args: argparse.Namespace) -> int:
-    if args.overwrite and args.out is None:
-        raise KVLensError("--overwrite belongs to --out DIR; give the folder, or leave it out")
+    for flag, is_given in (("--overwrite", args.overwrite), ("--sections", args.sections is not None)):
+        if is_given and args.out is None:
+            raise KVLensError(f"{flag} belongs to --out FILE.html; give the file, or leave it out")
     ensure("--budget", Annotated[int, Within(1)] | None, args.budget)
+    sections = [
+        ensure("--sections", SectionName, name) for name in (USUAL_SECTIONS if args.sections is None else args.sections)
+    ]
+    page = None if args.out is None else _page_file(args.out, overwrite=args.overwrite)
     chat = given_chat(args)
     name, prompt, text = (args.model or TEXT_MODEL, chat, None) if chat is not None else model_and_texts(args)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-    held = nullcontext() if args.out is None else work_on(args.out, EXPLANATION_FOLDER, overwrite=args.overwrite)
-    with held, progress_bar("loading the model") as tell:
+    with progress_bar("loading the model") as tell:
         from kvlens import explain, load
+        from kvlens.explanation import explanation_page
 
         check_device("--device", args.device)
-        model = load(name, tokenizer=args.tokenizer, device=args.device, download=args.download)
+        model = load(name, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype, download=args.download)
         check_parts(args, model, prompt)
         options: dict[str, Any] = dict(about=args.about, answer=args.answer, by=args.by, depth=args.depth, budget=args.budget)
         found = explain(model, prompt, text, on_progress=tell, on_found=tell.say, **options)
-        if args.out is not None:
-            from kvlens.report.page import EXPLANATION_PAGE, write_explanation
+        if page is not None:
+            made = explanation_page(model, found, sections, model_name=Path(name).resolve().name, on_progress=tell)
+            page.parent.mkdir(parents=True, exist_ok=True)
+            made.save_html(page)
 
-            files = write_explanation(
-                found, args.out, model=model, model_name=Path(name).resolve().name, overwrite=args.overwrite
-            )
-
-    from kvlens.report.printed import print_explanation
+    from kvlens.cli.printed import print_explanation
 
     if chat is None and getattr(model.tokenizer, "chat_template", None):
         make_console(stderr=True).print("This model has a chat template: --question and --document ask it as its users do.")
     print_explanation(found)
-    if args.out is not None:
-        folder = visible(f"{Path(args.out)}{os.sep}")
-        print(f"\nWritten to {folder}: {', '.join(files)}\nOpen {folder}{EXPLANATION_PAGE} in a browser; it works offline.")
+    if page is not None:
+        print(f"\nOpen {visible(args.out)} in a browser; it works offline.")
     return 0
 
 
-def add_report(commands: Any) -> None:
-    """Add ``report`` to the command line."""
-    report = commands.add_parser(
-        "report",
-        help="convert a prompt into a KV bias; show how exact it is, what it changes, which heads matter",
-        description="Convert a prompt into a KV bias and measure on a text: whether the logits with the bias equal those with "
-        "the prompt; what the prompt changes; which layers and heads matter; and what the model generates with the prompt, "
-        "with the bias, and without either. Without --prompt and --text, a built-in example is shown.",
-        epilog="The output folder has a page to open in a browser (report.html), Parquet tables, summary.json and the bias "
-        "(bias.safetensors).\n\n"
-        "  kvlens report --prompt 'Colours: red, green, blue.' --text ' Colours: red, gr' --out colours",
-        allow_abbrev=False,
-    )
-    add_texts_and_model(report, "the text after the prompt, on which predictions are compared; it is tokenized separately")
-    report.add_argument(
-        "--messages",
-        metavar="FILE",
-        help=f"in place of a prompt: {MESSAGES_HELP}; without --text, predictions are compared on the answer",
-    )
-    softmax = report.add_argument_group(
-        "options for softmax models",
-        "Without them every key of the prompt is kept, which is exact. Models with linear attention are always exact.",
-    )
-    softmax.add_argument(
-        "--method",
-        choices=tuple(CONVERSION_METHODS),
-        metavar="METHOD",
-        help="exact (the default); landmark, a few keys with fitted weights and values; or, for comparison, "
-        f"{', '.join(name for name in CONVERSION_METHODS if name not in ('exact', 'landmark'))}",
-    )
-    softmax.add_argument(
-        "--features",
-        type=int,
-        metavar="N",
-        help="largest number of keys (or features) per key-value head; needed by every method but exact, taylor, elu_plus_one",
-    )
-    softmax.add_argument(
-        "--budget",
-        choices=("logits", "equal"),
-        help="landmark, attention_matching: more keys where they reduce the error of the logits most, or equally many for "
-        "every head (default: logits; of attention_matching, equal)",
-    )
-    softmax.add_argument(
-        "--polish", type=int, metavar="STEPS", help="landmark: gradient steps on the logits after the fit (default: 0)"
-    )
-    report.add_argument("--out", default="report", metavar="DIR", help="output folder (default: %(default)s)")
-    report.add_argument(
-        "--overwrite", action="store_true", help="replace an existing report in DIR; no other files are touched"
-    )
-    report.add_argument(
-        "--new-tokens",
-        type=int,
-        metavar="N",
-        help="number of tokens to generate in each case (default: 40, or as many as the model's context has room for)",
-    )
-    report.add_argument(
-        "--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0 is greedy (default: %(default)g)"
-    )
-    report.add_argument("--seed", type=int, default=0, help="random seed for sampling (default: %(default)s)")
-    report.add_argument(
-        "--dual", action="store_true", help="also show each head as a step of gradient descent on the prompt (the dual model)"
-    )
-    opening = report.add_argument_group(
-        "options for the opening of the page",
-        "Which part of the prompt led to the answer, read in which layers, as in `kvlens explain`. Prompts of more than 4,096 "
-        "tokens are not explained.",
-    )
-    opening.add_argument(
-        "--by",
-        choices=(*UNITS, "none"),
-        metavar="UNIT",
-        default="sentence",
-        help="the unit that is removed at a time: %(choices)s; none skips the explanation (default: %(default)s)",
-    )
-    opening.add_argument("--answer", metavar="TEXT", help="the answer to explain (default: what the model writes)")
-    opening.add_argument(
-        "--about", metavar="WORDS", help="the words of the answer to explain (default: those that depend most)"
-    )
-    report.add_argument("--device", help="where the model runs, e.g. cpu or cuda (default: cuda if available)")
-    report.add_argument(
-        "--dtype", choices=("float32", "float64", "bfloat16", "float16"), help="dtype of the weights (default: the model's own)"
-    )
-    report.set_defaults(run=_report)
-
-
-def _report(args: argparse.Namespace) -> int:
-    ensure("--seed", Seed, args.seed)
-    if args.new_tokens is not None:
-        ensure("--new-tokens", Annotated[int, Within(1)], args.new_tokens)
-    ensure("--temperature", Annotated[float, Within(0)], args.temperature)
-    for flag, value, least in (("--features", args.features, 1), ("--polish", args.polish, 0)):
-        if value is not None:
-            ensure(flag, Annotated[int, Within(least, MOST_ASKED)], value)
-    if args.by == "none" and (args.answer or args.about):
-        raise KVLensError("--answer and --about belong to the explanation, and --by none skips it; leave out either")
-    check_report_folder(args.out, overwrite=args.overwrite)
-    name, prompt, text = model_and_texts(args)
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-    with work_on(args.out, REPORT_FOLDER, overwrite=args.overwrite), progress_bar("loading the model") as tell:
-        from kvlens import load
-
-        check_device("--device", args.device)
-        method = _method(args)
-        model = load(name, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype)
-        if args.by != "none":
-            check_parts(args, model, prompt)
-        if args.method not in (None, "exact") and model.cfg.attention == "linear":
-            raise KVLensError(f"--method {args.method} is for softmax attention; with linear attention the conversion is exact")
-
-        from kvlens.report.build import build_report
-        from kvlens.report.page import write_report
-
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The prompt is longer than n_ctx")  # the report says so itself
-            report = build_report(
-                model,
-                prompt,
-                text,
-                model_name=Path(name).resolve().name,  # without the path: reports are shared
-                new_tokens=args.new_tokens,
-                temperature=args.temperature,
-                seed=args.seed,
-                dual=args.dual,
-                method=method,
-                by=None if args.by == "none" else args.by,
-                answer=args.answer,
-                about=args.about,
-                on_progress=tell,
-            )
-        tell("writing", 1.0)
-        written = write_report(report, args.out, overwrite=args.overwrite)
-
-    from kvlens.report.page import BIAS, PAGE, report_files
-    from kvlens.report.printed import print_report
-
-    print_report(report)
-    folder = visible(f"{Path(args.out)}{os.sep}")
-    size = (written / BIAS).stat().st_size
-    shown = f"{size / 1e6:,.1f} MB" if size >= 1e5 else f"{size / 1e3:,.1f} kB"
-    files = ", ".join(f"{name} ({shown})" if name == BIAS else name for name in report_files(report))
-    print("\n" + _wrapped(f"Written to {folder}: {files}"))
-    print(_wrapped(f"Open {folder}{PAGE} in a browser to see everything; it works offline."))
-    return 0
-
-
-def _method(args: argparse.Namespace) -> "ConversionMethod":
-    """The conversion method that was asked for; errors name the flags that were typed. Imports torch."""
-    from kvlens.conversion import METHODS, method_of, option_names
-
-    name = args.method or "exact"
-    flags = {"n_features": "--features", "budget": "--budget", "polish_steps": "--polish"}
-    given = {"n_features": args.features, "budget": args.budget, "polish_steps": args.polish}
-    given = {option: value for option, value in given.items() if value is not None}
-    for option in given:
-        owners = [other for other, kind in METHODS.items() if option in option_names(kind)]
-        if name not in owners:
-            raise KVLensError(f"{flags[option]} has no effect with --method {name}; it belongs to --method {', '.join(owners)}")
-    kind = METHODS[name]
-    asked = next((field for field in fields(kind) if field.name == kind.shorthand.get("n_features", "n_features")), None)  # type: ignore[arg-type]
-    if asked is not None and asked.default in (None, MISSING) and args.features is None:
-        raise KVLensError(f"--method {name} needs --features, the number of keys (or features) per key-value head")
-    return method_of(name, given if kind is METHODS["exact"] else {**given, "seed": args.seed})
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 80, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+def _page_file(out: str, *, overwrite: bool) -> Path:
+    """The file of ``--out``; KVLensError unless a page may and can be written there."""
+    path = path_of("--out", out)
+    if path.suffix != ".html":
+        raise KVLensError(f"--out: expected a file that ends in .html, for the page, got {out!r}")
+    if path.exists() and not (overwrite and path.is_file()):
+        what = "exists; pass --overwrite to replace it, or choose" if path.is_file() else "is no file; choose"
+        raise KVLensError(f"--out: {out} {what} another one")
+    check_writable(path)
+    return path

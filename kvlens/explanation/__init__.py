@@ -14,14 +14,16 @@
    if it stays when only they read the whole one. Likewise, where asked for, heads, and positions in all layers
    (:mod:`~kvlens.explanation.exchanges`).
 8. Every run is a row of ``statements``, and every sentence that is shown comes from a row
-   (:mod:`~kvlens.explanation.presentation`, which also has the page; the tables are in :mod:`~kvlens.explanation.explained`).
+   (:mod:`~kvlens.explanation.presentation`; the tables are in :mod:`~kvlens.explanation.explained`). A page has both, with
+   sections of what analyses add (:mod:`~kvlens.explanation.page`).
 
 Many prompts: which layers and heads read a fact (:mod:`~kvlens.explanation.reading`), and whether an answer comes from
 the prompt or from memory (:mod:`~kvlens.explanation.context_or_memory`).
 """
 
 from kvlens.explanation.explained import Explained
+from kvlens.explanation.page import explanation_page
 from kvlens.explanation.presentation import explanation_view, in_words, paragraphs
 from kvlens.explanation.steps import explain
 
-__all__ = ["Explained", "explain", "explanation_view", "in_words", "paragraphs"]
+__all__ = ["Explained", "explain", "explanation_page", "explanation_view", "in_words", "paragraphs"]

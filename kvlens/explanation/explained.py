@@ -87,6 +87,9 @@ class Explained:
 
     Attributes:
         always_there: what is in no unit, so that no run is without it, in words: the question, BOS, ...
+        question: what the model was asked, or the text that it continues.
+        tokens: what the model read before its response, [pos].
+        n_prompt: how many of these the page takes for the prompt: up to a chat's last message, or to the text.
         response: what the model answers.
         response_tokens: its tokens, [pos].
         cut_after: how many tokens these are where the model would have gone on; None where it ended by itself, and of a given
@@ -107,6 +110,9 @@ class Explained:
     """
 
     always_there: tuple[str, ...]
+    question: str
+    tokens: Int[Tensor, " pos"]
+    n_prompt: int
     response: str
     response_tokens: Int[Tensor, " pos"]
     cut_after: int | None
@@ -184,6 +190,9 @@ def found_by(
     statements = pd.DataFrame(explaining.rows)
     return Explained(
         always_there=explaining.read.always_there,
+        question=explaining.read.question,
+        tokens=explaining.prompt,
+        n_prompt=explaining.read.n_prompt,
         response=explaining.response.text,
         response_tokens=explaining.response.tokens,
         cut_after=explaining.cut_after,

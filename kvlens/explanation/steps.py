@@ -25,7 +25,7 @@ from kvlens.explanation.explained import SEPARATOR, STATEMENT_COLUMNS, Explained
 from kvlens.explanation.presentation import answered, listed, quoted
 from kvlens.explanation.runs import MORE_TOKENS, PASS, ExplanationProgress, Outcome, Runs
 from kvlens.texts import Response
-from kvlens.units import By, Layout, Unit, begins_with_bos, cut, positions_of
+from kvlens.units import By, Layout, Unit, begins_with_bos, cut, pieces_of_tokens, positions_of
 
 LONGEST_ASKED = 100
 """How many characters of the question, or of a text, are quoted where it is said to be never removed."""
@@ -132,6 +132,8 @@ class _Prompt:
         groups: documents or paragraphs that are removed first; none where that does not pay.
         places: what each position belongs to.
         always_there: what is in no unit, in words.
+        question: a chat's question, and the text that follows the prompt.
+        n_prompt: how many tokens come before what the template writes for the answer, or before the text.
     """
 
     tokens: Tensor
@@ -139,6 +141,8 @@ class _Prompt:
     groups: list[UnitGroup]
     places: list[Place]
     always_there: tuple[str, ...]
+    question: str
+    n_prompt: int
 
     @classmethod
     def of(cls, model: KVModel, prompt: Any, text: Any, by: By) -> "_Prompt":
@@ -156,8 +160,13 @@ class _Prompt:
             raise KVLensError(
                 "text: the prompt's last token belongs to a unit; give what follows it, such as the question, as text="
             )
-        rest = tuple(_always_there(model, layout, isinstance(by, str), tokens[len(layout.tokens) :]))
-        return cls(tokens, units, groups_of(model, layout, units), places_of(layout, len(tokens)), rest)
+        follows = tokens[len(layout.tokens) :]
+        rest = tuple(_always_there(model, layout, isinstance(by, str), follows))
+        asked = [layout.text[piece.start : piece.stop] for piece in layout.asked]
+        question = " ".join([*asked, *([Response.of(model, layout.tokens, follows).text] if len(follows) else [])])
+        last = max(i for i, piece in enumerate(pieces_of_tokens(layout)) if piece is not None)
+        n_prompt = min(last + 1, len(tokens) - 1)
+        return cls(tokens, units, groups_of(model, layout, units), places_of(layout, len(tokens)), rest, question, n_prompt)
 
 
 def _always_there(model: KVModel, layout: Layout, is_cut: bool, text: Tensor) -> Iterator[str]:
@@ -225,6 +234,11 @@ class _Explaining:
         self.cut_after = len(tokens) if answer is None and not self.runs.ends(tokens) else None
         self.say(answered(response.text, self.cut_after))
         self.log_p = self.runs.begin(response)
+        if bool(self.log_p.isnan().any()):
+            raise KVLensError(
+                "model: the answer's log-probabilities are NaN: weights hold NaN or infinity, or activations overflow; in half "
+                "precision, try float32"
+            )
         longest = len(tokens) + MORE_TOKENS
         self.work.begin("removing units", search.cost(), later=0 if self.depth == "units" else (n_layers + 15) * longest)
         self.nothing = search.begin()

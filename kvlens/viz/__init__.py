@@ -16,7 +16,7 @@ from kvlens.viz.attention import attention_view, attention_view_under_bias, indu
 from kvlens.viz.heads import dual_view, head_heatmap
 from kvlens.viz.page import Page, Piece
 from kvlens.viz.tables import contribution_bars, error_table
-from kvlens.viz.tokens import colored_tokens, depth_map, generated_text
+from kvlens.viz.tokens import colored_tokens, depth_map
 
 __all__ = [
     "Page",
@@ -28,7 +28,6 @@ __all__ = [
     "depth_map",
     "dual_view",
     "error_table",
-    "generated_text",
     "head_heatmap",
     "induction_arcs",
     "linked_view",

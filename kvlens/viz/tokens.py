@@ -1,8 +1,8 @@
-"""Text with numbers at its tokens: tokens colored by one number each, by layer (logit lens), and texts side by side."""
+"""Text with numbers at its tokens: tokens colored by one number each, and by layer (logit lens)."""
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import numpy as np
@@ -225,31 +225,3 @@ def _draw_depth(ax: Any, curve: Any, data: dict[str, Any], title: str) -> None:
     curve.axvline(0, color="gray", linewidth=0.8)
     curve.set(xlabel="mean, nats")
     curve.figure.colorbar(image, ax=curve, label="loss without - with, nats", extend=beyond(values.flat, -top, top))
-
-
-@checked
-def generated_text(conditions: Mapping[str, str], *, start: str = "", title: str = "generated text") -> Piece:
-    """Draw one card per condition; from the first character that differs from the first condition on, the text is marked.
-
-    Args:
-        conditions: name -> generated text; the first one (usually ``with_prompt``) is the reference for the others.
-        start: the text that all of them continue, shown before each.
-        title: title above the cards.
-    """
-    reference = next(iter(conditions.values()))
-    cards = "".join(_card(name, text, reference, start, i > 0) for i, (name, text) in enumerate(conditions.items()))
-    body = f'<figure class="piece"><figcaption>{html_text(title)}</figcaption><div class="cards">{cards}</div></figure>'
-    return Piece(title, body)
-
-
-def _card(name: str, text: str, reference: str, start: str, compare: bool) -> str:
-    common = next((i for i, (a, b) in enumerate(zip(text, reference, strict=False)) if a != b), min(len(text), len(reference)))
-    different = compare and text != reference
-    same, other = (text[:common], text[common:]) if different else (text, "")
-    verdict = ("differs" if different else "the same") if compare else ""
-    return (
-        f'<div class="card"><h3>{html_text(name.replace("_", " "))}<span class="unit">{verdict}</span></h3>'
-        f'<pre><span class="start">{html_text(start)}</span>{html_text(same)}'
-        + (f"<mark>{html_text(other)}</mark>" if other else "")
-        + "</pre></div>"
-    )

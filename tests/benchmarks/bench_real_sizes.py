@@ -1,10 +1,10 @@
-"""Memory and time of loading, converting, explaining and reporting on KVTransformerBridge, at real shapes of public models.
+"""Memory and time of loading, converting and explaining on KVTransformerBridge, at real shapes of public models.
 
-    python tests/benchmarks/bench_real_sizes.py [--models gpt2 qwen3-0.6b ...] [--prompt 192] [--steps convert explain report]
+    python tests/benchmarks/bench_real_sizes.py [--models gpt2 qwen3-0.6b ...] [--prompt 192] [--steps convert explain page]
 
 A folder of random weights, with the sizes of the public checkpoint and in its dtype, and a tokenizer of words, is written into
 a temporary directory, and removed afterwards. Separate processes load it, once by TransformerLens' bridge and once by kvlens',
-and convert, explain and report on a prompt of four sentences. One thread. Reported is the peak of anonymous memory
+and convert, explain and make a page on a prompt of four sentences. One thread. Reported is the peak of anonymous memory
 (RssAnon in Linux, every 2 ms: the mapped weight file is no part of it) beyond that after the imports, as a multiple of the
 weights. The bound is on what kvlens takes beyond what the loaded bridge itself holds: 1.3 times the weights in the folder's
 dtype.
@@ -121,7 +121,7 @@ def child(folder: Path, front_end: str, n_prompt: int, steps: list[str]) -> None
     from transformer_lens.model_bridge.sources import build_bridge_from_module
 
     from kvlens import KVTransformerBridge, convert_prompt, explain
-    from kvlens.report import build_report, write_report
+    from kvlens.explanation import explanation_page
 
     torch.set_num_threads(1)
     sampler = Sampler()
@@ -151,13 +151,13 @@ def child(folder: Path, front_end: str, n_prompt: int, steps: list[str]) -> None
                 del bias
                 note("convert", start)
             start = time.process_time()
-            if "explain" in steps:
-                explain(model, prompt, text)
+            if {"explain", "page"} & {*steps}:
+                explained = explain(model, prompt, text)
                 note("explain", start)
             start = time.process_time()
-            if "report" in steps:
-                write_report(build_report(model, prompt, text), folder / "report")
-                note("report", start)
+            if "page" in steps:
+                explanation_page(model, explained).save_html(folder / "page.html")
+                note("page", start)
     sampler.done.set()
     print(json.dumps(found))
 
@@ -166,7 +166,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", default=list(CONFIGS)[1:], choices=list(CONFIGS))
     parser.add_argument("--prompt", type=int, default=192)
-    steps = ["convert", "explain", "report"]
+    steps = ["convert", "explain", "page"]
     parser.add_argument("--steps", nargs="*", default=steps, choices=steps)
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

@@ -13,7 +13,6 @@ from kvlens.conversion import recall
 from kvlens.conversion.measured import lead_of
 from kvlens.kv_bias import Recall
 from kvlens.kv_bias.fit import RecalledWord
-from kvlens.report.summary import conversion_figures
 from kvlens.texts import Response
 from kvlens.units import layout_of_tokens
 
@@ -113,14 +112,6 @@ def test_where_there_is_none(model):
     assert convert_prompt(model, PROMPT, without=[(2, 4)], **FEW).fit.recall is None
     assert (of_tokens := convert_prompt(model, model.to_tokens(PROMPT)[0], **FEW)).fit.recall is None
     assert recall(model, model.to_tokens(PROMPT)[0], of_tokens).sentences == tuple(SENTENCES)
-
-
-def test_the_report_says_it(few):
-    import pandas as pd
-
-    row = {"squared_error": 1.0, "squared_norm": 4.0, "rounding_error": 0.0, "exact_to_rounding": False}
-    figures = conversion_figures(few, pd.DataFrame([{**row, "max_abs_error": 1.0, "argmax_agrees": True}]))
-    assert figures["recall"]["share"] == few.fit.recall.share and len(figures["recall"]["sentences"]) == 3
 
 
 @pytest.mark.unhooked

@@ -70,23 +70,6 @@ def model(place: Path) -> Case:
     )
 
 
-def report(place: Path) -> Case:
-    from tiny_text_model import PROMPT, TEXT, tiny_text_model
-
-    from kvlens import KVBias
-    from kvlens.report import build_report, check_report_folder, write_report
-
-    built = [build_report(tiny_text_model(), prompt, TEXT, model_name="t", new_tokens=1) for prompt in (PROMPT, PROMPT + "s")]
-    turn = Turn()
-
-    def read(folder: Path) -> object:
-        check_report_folder(folder / "rst", overwrite=True)  # whole, with its own files alone
-        assert (folder / "rst" / "report.html").read_text().rstrip().endswith("</html>")
-        return KVBias.load(folder / "rst" / "bias.safetensors").n_prompt_tokens
-
-    return Case(lambda folder: write_report(built[turn()], folder / "rst", overwrite=True), read, {"rst"})
-
-
 def outcome(place: Path) -> Case:
     import pandas as pd
     from matplotlib.figure import Figure
@@ -266,7 +249,7 @@ def kill_everywhere(kind: str, place: Path) -> int:
     return kills
 
 
-KINDS = {case.__name__: case for case in (bias, model, report, outcome, run, trained, table)}
+KINDS = {case.__name__: case for case in (bias, model, outcome, run, trained, table)}
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

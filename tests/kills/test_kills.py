@@ -14,16 +14,14 @@ from typing import NamedTuple
 
 import pytest
 from kill_everywhere import kill_everywhere
-from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 from kvlens.cli import main
 from kvlens.files import atomic, check_folder
 from kvlens.papers.harness.run import EXPERIMENT_FOLDER
-from kvlens.report.example import EXPLANATION_FOLDER, REPORT_FOLDER
 
 STEPS = {"bias": 5, "model": 20, "outcome-": 20, "run": 30, "table": 10}
 """At least so many steps each has on the file system. All folders are written by one function, with swaps (here `model`) or
-without (`outcome-`); reports and trained models take longer: `kill_everywhere.py FOLDER report trained model- outcome`."""
+without (`outcome-`); trained models take longer: `kill_everywhere.py FOLDER trained model- outcome`."""
 
 
 @pytest.mark.slow
@@ -36,8 +34,7 @@ def test_killed_before_every_step(kind, tmp_path, monkeypatch):
 
 
 pytestmark = pytest.mark.slow
-STORY, QUESTION = "Mira keeps a goat. Kaya feeds a donkey.", " Which animal does Kaya keep? Kaya keeps a"
-EXPLAIN = ("explain", "--model", "facts-linear", "--prompt", STORY, "--text", QUESTION, "--by", "token", "--out", "d")
+REPRODUCE = ("reproduce", "landscape", "--scale", "tiny", "--out", "d")
 
 
 class Started(NamedTuple):
@@ -68,20 +65,13 @@ def started(folder, *arguments) -> Started:
     return Started(process, said)
 
 
-@pytest.mark.parametrize(("command", "overwrite"), [("report", False), ("report", True), ("reproduce", False)])
-def test_of_two_commands_one_writes_and_the_other_says_so(command, overwrite, tmp_path):
-    model, here = tmp_path / "model", tmp_path / "here"
-    here.mkdir()
-    tiny_text_model().save(model)
-    arguments = {
-        "report": ["--model", str(model), "--prompt", PROMPT, "--text", TEXT, "--by", "none", "--new-tokens", "1"],
-        "reproduce": ["landscape", "--scale", "tiny"],
-    }[command]
-    both = [started(here, command, *arguments, "--out", "r", *["--overwrite"] * overwrite) for _ in range(2)]
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_of_two_commands_one_writes_and_the_other_says_so(overwrite, tmp_path):
+    both = [started(tmp_path, *REPRODUCE, *["--overwrite"] * overwrite) for _ in range(2)]
     ended = [command.end() for command in both]
     failed = [error for status, error in ended if status]
-    check_folder(here / "r", {"report": REPORT_FOLDER, "reproduce": EXPERIMENT_FOLDER}[command], overwrite=True)
-    assert os.listdir(here) == ["r"]
+    check_folder(tmp_path / "d", EXPERIMENT_FOLDER, overwrite=True)
+    assert os.listdir(tmp_path) == ["d"]
     assert len(failed) == 1 or (overwrite and not failed), ended  # with --overwrite the second may begin after the first
     assert all(re.search("is at work on|already holds", error) for error in failed), ended
 
@@ -98,14 +88,14 @@ def stop_while_at_work(process, folder):
             os.kill(process.pid, signal.SIGCONT)
 
 
-def test_an_explanation_that_is_killed_leaves_nothing_and_nobody_else_works_on_it_meanwhile(tmp_path):
-    first = started(tmp_path, *EXPLAIN)
+def test_a_command_that_is_killed_leaves_nothing_and_nobody_else_works_on_its_folder_meanwhile(tmp_path):
+    first = started(tmp_path, *REPRODUCE)
     stop_while_at_work(first.process, tmp_path)
-    status, error = started(tmp_path, *EXPLAIN, "--overwrite").end()
+    status, error = started(tmp_path, *REPRODUCE, "--overwrite").end()
     assert status == 2 and "another process is at work on" in error, error
     os.kill(first.process.pid, signal.SIGTERM)
     os.kill(first.process.pid, signal.SIGCONT)
     assert first.end()[0] == 143 and not (tmp_path / "d").exists()
-    assert started(tmp_path, *EXPLAIN).end()[0] == 0
-    check_folder(tmp_path / "d", EXPLANATION_FOLDER, overwrite=True)
+    assert started(tmp_path, *REPRODUCE).end()[0] == 0
+    check_folder(tmp_path / "d", EXPERIMENT_FOLDER, overwrite=True)
     assert os.listdir(tmp_path) == ["d"]

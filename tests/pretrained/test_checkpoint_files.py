@@ -380,7 +380,7 @@ def test_a_saved_configuration_that_trusts_code_is_refused(tmp_path):
 def test_the_command_line_neither_asks_nor_runs(tmp_path, evil, monkeypatch, capsys):
     folder = with_code_in(kvlens_folder(tmp_path / "model"), "tokenizer_config.json", evil, **TOKENIZER_CODE)
     monkeypatch.chdir(tmp_path)
-    status = main(["report", "--model", str(folder), "--prompt", "a", "--text", "b", "--out", "report"])
+    status = main(["explain", "--model", str(folder), "--prompt", "a", "--text", "b", "--out", "page.html"])
     assert status != 0
     assert "code of its own" in " ".join(capsys.readouterr().err.split())
-    assert not Path("report").exists()
+    assert not Path("page.html").exists()

@@ -2,7 +2,7 @@
 
 Headless Chromium gives the page as it stands after its scripts ran, and every request that it made. Requests are read from
 Chromium's own log, so that one is seen even where it fails; they go to a proxy that does not exist, so that none leaves the
-machine. axe-core has no moderate or serious finding in the report, nor in any single picture.
+machine. axe-core has no moderate or serious finding in a page with every section, nor in any single picture.
 """
 
 import base64
@@ -23,11 +23,11 @@ import torch
 from pictures import demonstrations, details_of, losses, shares
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
-from kvlens import HookedKVTransformer
-from kvlens.analyses import HeadDetails
-from kvlens.report import build_report, example_for
-from kvlens.report.build import ranked_heads
-from kvlens.report.page import build_page
+from kvlens import HookedKVTransformer, explain
+from kvlens.analyses import HeadDetails, linked_shares
+from kvlens.arguments import SECTIONS
+from kvlens.cli.prompts import STORY
+from kvlens.explanation import explanation_page
 from kvlens.texts import joined
 from kvlens.viz import (
     Page,
@@ -36,7 +36,6 @@ from kvlens.viz import (
     contribution_bars,
     dual_view,
     error_table,
-    generated_text,
     head_heatmap,
     linked_view,
 )
@@ -172,13 +171,13 @@ HOSTILE = [
 
 
 @pytest.fixture(scope="module")
-def report():
-    return build_report(tiny_text_model(), PROMPT, TEXT, model_name="tiny", new_tokens=3)
+def explained():
+    return explain(tiny_text_model(), PROMPT, TEXT)
 
 
 @pytest.fixture(scope="module")
-def page(report) -> str:
-    return build_page(report).to_html()
+def page(explained) -> str:
+    return explanation_page(tiny_text_model(), explained, [name for name in SECTIONS if name != "dual"]).to_html()
 
 
 @pytest.fixture(scope="module")
@@ -202,30 +201,35 @@ def hostile_page() -> Page:
     page.add(attention_view(HOSTILE, torch.rand(2, n, n), n_prompt=3, head_names=HOSTILE[:2], title=HOSTILE[0]))
     page.add(head_heatmap(by_head().assign(**{HOSTILE[0]: 1.0}), details=details_of(HOSTILE, HOSTILE), title=HOSTILE[0]))
     page.add(contribution_bars(frame, "value", part=HOSTILE[0], title=HOSTILE[0]))
-    page.add(error_table(frame, title=HOSTILE[0]))
-    return page.add(generated_text({text: text for text in HOSTILE}, start=HOSTILE[0], title=HOSTILE[0]))
+    return page.add(error_table(frame, title=HOSTILE[0]))
 
 
-def test_the_report_draws_and_asks_the_network_for_nothing(report, page, tmp_path):
+def test_the_page_draws_and_asks_the_network_for_nothing(page, tmp_path):
     seen = visit(page, tmp_path, script='document.querySelector(".draw").click()')
     assert seen.requests == []
     text = visible_text(seen.dom)
-    for words in ("kvlens report: tiny", "exact to rounding", "Head Selector", "L0 H", "L1 H", "Point at a cell", "converted"):
+    for words in (
+        "Why did the model say",
+        "exact to rounding",
+        "Head Selector",
+        "L0 H",
+        "L1 H",
+        "Point at a cell",
+        "converted",
+    ):
         assert words in text
     assert seen.dom.count("<canvas") == 6 + 1 + 1  # circuitsvis' small ones and the enlarged one, and the chosen head's
-    strongest = ranked_heads(report).iloc[0]
-    assert f'data-selected="{int(strongest["layer"])}.{int(strongest["head"])}"' in seen.dom
-    assert f"Layer {int(strongest['layer'])}, head {int(strongest['head'])}" in text
+    layer, head = re.search(r"<tbody><tr><td>L(\d)H(\d)</td>", page).groups()  # the first of the table of heads
+    assert f'data-selected="{layer}.{head}"' in seen.dom and f"Layer {layer}, head {head}" in text
 
 
 def test_tokens_are_shown_as_whole_characters(tmp_path):
     """The page's own letters of a token are those of the pictures; nothing is a box that the tokenizer made."""
     text = " Grüße 你好 e\u0301 👨\u200d👩 مرحبا"
-    report = build_report(tiny_text_model(n_ctx=512), text + PROMPT, text, model_name="tiny", new_tokens=3, by=None)
-    report.summary["generation"] |= dict.fromkeys(("with_prompt", "converted", "without_prompt"), "")
-    seen = visit(build_page(report).to_html(), tmp_path)
+    linked = linked_shares(tiny_text_model(n_ctx=512), text + PROMPT, text)
+    seen = visit(linked_view(linked).to_html(), tmp_path)
     buttons = re.findall(r'<button class="token[^>]*aria-label="text (\d+) “([^”]*)”[^>]*>([^<]*)</button>', seen.dom)
-    tokens = report.linked.text
+    tokens = linked.text
     assert [int(place) for place, _, _ in buttons] == list(range(len(tokens)))
     assert [html.unescape(name) for _, name, _ in buttons] == [label(token) for token in tokens]
     assert [html.unescape(shown) for _, _, shown in buttons] == [running(token) for token in tokens]
@@ -240,13 +244,13 @@ def test_circuitsvis_waits_until_it_is_asked_for(opened, tmp_path):
     assert "Head Selector" in visible_text(visit(alone, tmp_path).dom)
 
 
-def test_choosing_a_part_says_what_is_said_without_it_and_numbers_are_written_as_in_python(page, report, tmp_path):
+def test_choosing_a_part_says_what_is_said_without_it_and_numbers_are_written_as_in_python(page, explained, tmp_path):
     values = [0, 7.0, 7.02, -0.5, 12.34, 1234.4, 1e-7, -2.5e6, 0.00123, 0.0009]
     click = f"document.body.dataset.numbers = {json.dumps(values)}.map(KVLENS.number).join('|');"
     click += "document.querySelectorAll('.source')[0].click();"
     dom = visit(page, tmp_path, script=click).dom
     assert f'data-numbers="{"|".join(map(number, values))}"' in dom
-    assert f"Without {report.explained.units['name'][0]}, the model says" in visible_text(dom)
+    assert f"Without {explained.units['name'][0]}, the model says" in visible_text(dom)
 
 
 def test_one_selection_is_shared_by_all_figures_and_stands_in_the_address(page, opened, tmp_path):
@@ -280,7 +284,7 @@ def test_nothing_runs_over_the_margin_of_a_narrow_screen(tmp_path):
     """In a frame, as the browser's own window has at least 500 pixels. Only what scrolls by itself may be wider than the page,
     and a map of nine heads need not."""
     model = tiny_text_model(d_model=18, d_head=2, n_heads=9)
-    page = build_page(build_report(model, PROMPT, TEXT, model_name="tiny", new_tokens=3)).to_html()
+    page = explanation_page(model, explain(model, PROMPT, TEXT), SECTIONS).to_html()
     look = """
         const turn = new MessageChannel(); // turns of the event loop, which use none of the virtual time
         turn.port1.onmessage = () => {
@@ -335,7 +339,7 @@ def test_figures_are_saved_and_copied_as_they_are_shown(page, tmp_path):
     (cells,) = [text for text in copied if text.startswith("measure\tvalue\tverdict\r\n")]
     assert [line.split("\t")[0] for line in cells.splitlines()[1:3]] == [
         "relative error of the logits",
-        "rounding error of the original, against float64",
+        "rounding error of the model itself",
     ]
     assert len(copied) == len(tables)
 
@@ -535,12 +539,10 @@ def test_the_checker_sees_what_is_wrong(tmp_path):
 
 
 @needs_axe
-def test_the_report_has_no_finding(tmp_path):
-    """Of a model that has every figure, the explanation included."""
-    model, example = HookedKVTransformer.from_zoo("facts-linear"), example_for("facts-linear")
-    report = build_report(model, *example, model_name="facts-linear", new_tokens=3, dual=True)
-    assert report.explained is not None
-    assert findings(build_page(report).to_html(), tmp_path) == []
+def test_the_page_has_no_finding(tmp_path):
+    """Of a model that has every figure."""
+    model = HookedKVTransformer.from_zoo("facts-linear")
+    assert findings(explanation_page(model, explain(model, *STORY), SECTIONS).to_html(), tmp_path) == []
 
 
 @needs_axe

@@ -43,7 +43,6 @@ from kvlens.viz import (
     depth_map,
     dual_view,
     error_table,
-    generated_text,
     head_heatmap,
     induction_arcs,
     linked_view,
@@ -194,12 +193,6 @@ def test_a_table_shows_numbers_and_how_many_rows_there_are():
     ).body
     assert '<td>&lt;a&gt;</td><td class="right" title="0.12345">0.123</td><td class="right">3</td>' in body
     assert "True" in body and "The first 1 of 2 rows." in body
-
-
-def test_generated_text_marks_where_it_leaves_the_first():
-    body = generated_text({"with_prompt": "the widget", "converted": "the widget", "without": "the gadget"}, start="So ").body
-    assert body.count("<mark>") == 1 and "the <mark>gadget</mark>" in body
-    assert "the same" in body and "differs" in body
 
 
 # --- the data of interactive pieces ----------------------------------------------------------------------------------
@@ -368,7 +361,7 @@ REFUSED = [
     ("dpi must be from 10 to 2400", lambda: picture().save_png("x.png", dpi=10**9)),
     *(
         ("has no static figure; use save_html", lambda piece=piece: piece().save_png("a.png"))
-        for piece in (lambda: viz.error_table(heads()), lambda: viz.generated_text({"a": "b"}))
+        for piece in (lambda: viz.error_table(heads()), lambda: viz.linked_view(shares()))
     ),
     ("one layer and position has two rows", lambda: viz.depth_map(by_depth(position=0))),
     ("position must lie in 0..0", lambda: viz.induction_arcs(AB, 1, ARCS, SCORES)),
@@ -377,8 +370,8 @@ REFUSED = [
         for x in (demonstrations().iloc[1:], pd.concat([demonstrations()] * 2))
     ),
     ("coloring 'x' must be", lambda: shares(colorings={"x": torch.zeros(3, 2)})),
-    *(("expected a path", lambda x=x: viz.generated_text({"a": "b"}).save_html(x)) for x in ("", "a\0b")),
-    ("cannot write: ", functools.partial(viz.generated_text({"a": "b"}).save_html, "x" * 300)),
+    *(("expected a path", lambda x=x: viz.error_table(heads()).save_html(x)) for x in ("", "a\0b")),
+    ("cannot write: ", functools.partial(viz.error_table(heads()).save_html, "x" * 300)),
 ]
 
 
@@ -388,7 +381,7 @@ def test_is_refused(words, call, refuses):
     refuses(words, call)
 
 
-NOT_STATIC = {"linked_view", "generated_text", "error_table", "Page", "Piece"}
+NOT_STATIC = {"linked_view", "error_table", "Page", "Piece"}
 
 # --- saving ----------------------------------------------------------------------------------------------------------
 

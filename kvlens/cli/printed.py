@@ -1,0 +1,80 @@
+"""An explanation in the terminal: 80 columns wide."""
+
+import textwrap
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvlens.explanation import Explained, paragraphs
+from kvlens.explanation.exchanges import POSITION_GROUPS
+from kvlens.explanation.presentation import MEANINGS, answered, kept_in_words
+from kvlens.terminal import WIDTH, make_console, visible
+
+MOST_ROWS, BAR = 12, 10
+"""The most units in the table, and the characters of the longest bar."""
+
+
+def print_explanation(found: Explained) -> None:
+    """Print it, 80 columns wide."""
+    console = make_console()
+    with console.capture() as shown:
+        _show(console, found)
+    print(shown.get(), end="")  # rich itself would end the process with status 1 where the reader, such as head, has left
+
+
+def _show(console: Console, found: Explained) -> None:
+    console.print(_wrapped(answered(found.response, found.cut_after, 2000)), style="bold", end="\n\n")
+    console.print(_wrapped(kept_in_words(found)), end="\n\n")
+    for paragraph in paragraphs(found):
+        console.print(_wrapped(" ".join(sentence.text for sentence in paragraph)), end="\n\n")
+    console.print(_lost_by_unit(found))
+    n_alone = int(found.units["alone"].sum())
+    if n_alone < len(found.units):
+        console.print(f"(the other {len(found.units) - n_alone} parts only with their whole document or paragraph)")
+    if n_alone > MOST_ROWS:
+        console.print(f"(the {MOST_ROWS} largest of {n_alone})")
+    singles = found.rows("layers", "each")
+    if len(singles):
+        console.print(f"\nnats that {visible(found.named)} loses, layer by layer", style="bold")
+        console.print(_strip(singles["nats"].tolist()))
+    positions = found.rows("positions", "each")
+    if len(positions):
+        console.print(f"\nnats that {visible(found.named)} loses when these are read without the cause", style="bold")
+        for row in positions.itertuples():
+            console.print(f"{POSITION_GROUPS[row.parts]:<42}{row.nats:6.2f}  {row.verdict}")
+    if found.left_out:
+        console.print(f"\nLeft out, as the budget had no room for it: {', '.join(found.left_out)}.")
+    console.print("\nWhat the words mean", style="bold")
+    for word, meaning in MEANINGS:
+        console.print(_wrapped(f"{word}: {meaning}.", indent="  "))
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    """Lines of the terminal's width; a number and its percent sign stay together."""
+    together = visible(text).replace(" %", "\N{NO-BREAK SPACE}%")
+    return textwrap.fill(together, WIDTH, subsequent_indent=indent, break_on_hyphens=False).replace("\N{NO-BREAK SPACE}%", " %")
+
+
+def _lost_by_unit(found: Explained) -> Any:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    shown = found.units[found.units["alone"]].nlargest(MOST_ROWS, "effect").sort_values("unit")
+    room = WIDTH - BAR - 12 - max(map(len, shown["verdict"]), default=0)  # 12: the number, and a blank on each side of a column
+    table.add_column(f"what {visible(found.named)} loses without", overflow="ellipsis", no_wrap=True, max_width=min(46, room))
+    table.add_column("nats", justify="right")
+    table.add_column("")
+    table.add_column("verdict", no_wrap=True)
+    top = max(1e-9, float(shown["effect"].max()))
+    for row in shown.to_dict("records"):
+        bar = "█" * round(BAR * max(0.0, row["effect"]) / top)
+        name = f"{row['name']}: {' '.join(row['unit_text'].split())}"
+        table.add_row(visible(name), f"{round(row['effect'], 2) + 0.0:.2f}", bar, row["verdict"])
+    return table
+
+
+def _strip(nats: list[float]) -> str:
+    """One line of blocks, with the layers that lose most named behind it."""
+    blocks, top = " ▁▂▃▄▅▆▇█", max(0.5, *nats)
+    strip = "".join(blocks[round((len(blocks) - 1) * max(0.0, x) / top)] for x in nats)
+    best = sorted(range(len(nats)), key=lambda i: -nats[i])[:3]
+    return f"0 {strip} {len(nats) - 1}   " + ", ".join(f"layer {i}: {nats[i]:.1f}" for i in best)
