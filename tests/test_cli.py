@@ -193,7 +193,7 @@ def test_ctrl_c_leaves_nothing(folder, capsys, monkeypatch, where):
     monkeypatch.setattr(where, interrupt)
     assert explained(folder, "--out", "page.html", "--sections") == 130
     captured = capsys.readouterr()
-    assert (captured.out, captured.err) == ("", "kvlens: interrupted\n")
+    assert captured.err == "kvlens: interrupted\n" and ("The model answers:" in captured.out) == where.endswith("to_html")
     assert os.listdir(".") == []
 
 
@@ -205,8 +205,10 @@ def test_a_full_disk_leaves_the_old_page(folder, capsys, monkeypatch):
     before, _ = Path("page.html").read_bytes(), capsys.readouterr()
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", full)
-        line = refused(capsys, explained(folder, "--out", "page.html", "--overwrite"))
-    assert line == "kvlens: error: cannot write page.html: No space left on device\n"
+        assert explained(folder, "--out", "page.html", "--overwrite") == 2
+    captured = capsys.readouterr()
+    assert captured.err == "kvlens: error: cannot write page.html: No space left on device\n"
+    assert captured.out.startswith("The model answers:") and "Open page.html" not in captured.out
     assert os.listdir(".") == ["page.html"] and Path("page.html").read_bytes() == before
 
 

@@ -277,17 +277,12 @@ def _explain(args: argparse.Namespace) -> int:
 
     with progress_bar("loading the model") as tell:
         from kvlens import explain, load
-        from kvlens.explanation import explanation_page
 
         check_device("--device", args.device)
         model = load(name, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype, download=args.download)
         check_parts(args, model, prompt)
         options: dict[str, Any] = dict(about=args.about, answer=args.answer, by=args.by, depth=args.depth, budget=args.budget)
         found = explain(model, prompt, text, on_progress=tell, on_found=tell.say, **options)
-        if page is not None:
-            made = explanation_page(model, found, sections, model_name=Path(name).resolve().name, on_progress=tell)
-            page.parent.mkdir(parents=True, exist_ok=True)
-            made.save_html(page)
 
     from kvlens.cli.printed import print_explanation
 
@@ -295,6 +290,12 @@ def _explain(args: argparse.Namespace) -> int:
         make_console(stderr=True).print("This model has a chat template: --question and --document ask it as its users do.")
     print_explanation(found)
     if page is not None:
+        from kvlens.explanation import explanation_page
+
+        with progress_bar("the page") as tell:  # the answer can be read meanwhile
+            made = explanation_page(model, found, sections, model_name=Path(name).resolve().name, on_progress=tell)
+            page.parent.mkdir(parents=True, exist_ok=True)
+            made.save_html(page)
         print(f"\nOpen {visible(args.out)} in a browser; it works offline.")
     return 0
 

@@ -254,9 +254,8 @@ def _logits(measured: _Measured) -> Iterator[Piece]:
     outside = ~means["layer"].between(0, means["layer"].max() - 1)
     means["part"] = means["component"].where(outside, "layer " + means["layer"].astype(str) + ", " + means["component"])
     total = number(float(means["logit"].sum()))
-    yield contribution_bars(
-        means, "logit", by="part", title=f"direct contributions; they add up to {total}, the mean of the logit"
-    )
+    title = f"direct contributions; they add up to the mean of that logit, {total}"
+    yield contribution_bars(means, "logit", by="part", title=title)
 
 
 def _dual(measured: _Measured) -> Iterator[Piece]:

@@ -185,7 +185,9 @@ def test_direct_contributions_add_up(model, found, monkeypatch):
     given = measured(model, found)
     ((table, column),) = shown("logits", given, monkeypatch, "contribution_bars")
     whole = layer_contributions(model, given.bias, given.text).dropna().groupby("position")["logit"].sum().mean()
-    assert table[column].sum() == pytest.approx(whole) and table["part"].is_unique
+    assert table[column].sum() == pytest.approx(whole)
+    monkeypatch.undo()
+    assert text_of(model, found, "logits").count("layer 1, attention_bias") == 1
 
 
 def test_dual_models_are_those_of_the_texts_tokens_and_refused_of_a_long_prompt(model, found, monkeypatch):
@@ -221,6 +223,15 @@ def test_the_head_without_which_the_answer_loses_most_is_first_and_darkest(story
     strongest = tuple(ranked.iloc[0][["layer", "head"]].astype(int))
     assert column == by and max(colors, key=colors.get) == strongest and colors[strongest] == pytest.approx(100)
     assert f"heads, the largest first: {by}" in html and f"<tbody><tr><td>L{strongest[0]}H{strongest[1]}</td>" in html
+
+
+def test_the_panels_can_color_heads_by_their_effect(story, monkeypatch):
+    given = measured(*story, ablates=True)
+    ((data,),) = shown("shares", given, monkeypatch, "linked_view")
+    for layer, head, nats in given.heads[["layer", "head", given.by]].itertuples(index=False):
+        assert float(data.colorings[given.by][layer, head]) == nats
+    ((data,),) = shown("shares", measured(*story), monkeypatch, "linked_view")
+    assert data.colorings == {}
 
 
 def test_where_no_head_is_ablated_they_are_ranked_by_their_share(story, monkeypatch):
