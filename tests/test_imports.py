@@ -28,12 +28,12 @@ PURE = {
     "collections", "dataclasses", "functools", "inspect", "itertools", "math", "typing",
 }
 PUBLIC = {
-    "kvlens.arguments", "kvlens.bridge", "kvlens.chat", "kvlens.checks", "kvlens.dual", "kvlens.errors", "kvlens.memory",
-    "kvlens.model", "kvlens.texts", "kvlens.units",
+    "kvlens.arguments", "kvlens.bridge", "kvlens.chat", "kvlens.checks", "kvlens.dual", "kvlens.errors", "kvlens.kv_bias",
+    "kvlens.memory", "kvlens.model", "kvlens.texts", "kvlens.units",
 }
 # fmt: on
-"""In addition to what ``kvlens`` itself offers: the dual model, what arguments must be, errors with the nearest name, how much
-is held at once, what is read of a pass."""
+"""In addition to what ``kvlens`` itself offers: what a bias is made of, the dual model, what arguments must be, errors with the
+nearest name, how much is held at once, what is read of a pass."""
 FOUNDATIONS = {"kvlens.files", "kvlens.files.parquet", "kvlens.terminal", "kvlens.zoo"}
 """What a batch needs to write files that notice damage, to read a command line, and to know the name of a model."""
 Sources = Mapping[str, tuple[str, bool]]

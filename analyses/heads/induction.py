@@ -22,7 +22,7 @@ from kvlens import KVLensError, KVModel
 from kvlens.checks import Seed, Within, checked
 from kvlens.errors import IndirectHeads
 from kvlens.memory import NUMBERS_PER_PASS
-from kvlens.model import HeadsRead, Layer, StreamReading, direct_path, heads_per_layer, output_weights
+from kvlens.model import Block, HeadsRead, StreamReading, direct_path, heads_per_layer, output_weights
 
 from ..bias.exchange import HEAD
 from ..declaration import Columns, Option, analysis, tokens_field
@@ -177,7 +177,7 @@ def _logit_attribution(
     return rows
 
 
-def _in_front_of(layer: Layer, direction: Tensor, scale: Tensor) -> Tensor:
+def _in_front_of(layer: Block, direction: Tensor, scale: Tensor) -> Tensor:
     """Pull ``direction`` back through the norm behind a layer's heads, with its scale frozen, from its output to its input."""
     _, norm = layer.norms()
     assert norm is not None

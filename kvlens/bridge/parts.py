@@ -36,7 +36,7 @@ from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.mixers import has_mixer
 from kvlens.model.fingerprint import hashed_once
-from kvlens.model.protocol import Ends, Layer, LinearNorm
+from kvlens.model.protocol import Block, Ends, LinearNorm
 from kvlens.model.protocol import Part as LayerPart
 from kvlens.pretrained.translation import SUPPORTED_ARCHITECTURES
 
@@ -89,13 +89,13 @@ class TokenwiseLayer(LayerPart):
 BridgePart = SoftmaxLayer | RecurrentLayer | TokenwiseLayer
 
 
-def layers_of(bridge: Any) -> list[Layer]:
+def layers_of(bridge: Any) -> list[Block]:
     """The layers of a KVTransformerBridge."""
     found = []
     for number, parts in groupby(bridge.__dict__["_parts"], key=lambda part: part.layer):
         block = bridge.blocks[number]
         norms = partial(norms_around, bridge, number)
-        found.append(Layer(list(parts), _mlp_of(block), block.hook_out, norms))
+        found.append(Block(list(parts), _mlp_of(block), block.hook_out, norms))
     return found
 
 

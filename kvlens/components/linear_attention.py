@@ -43,7 +43,7 @@ LONGEST_PARALLEL = 128
 """Tokens for which all scores at once take no longer than in chunks."""
 
 
-class Features(NamedTuple):
+class TokenFeatures(NamedTuple):
     """The features of new tokens: for the numerator, for the normalizer (None under "none"), and the values.
 
     ``made_of`` holds the inputs of the feature map, queries and keys.
@@ -56,7 +56,7 @@ class Features(NamedTuple):
     v: Tensor
     made_of: tuple[Tensor, Tensor]
 
-    def hidden(self, mask: Tensor) -> "Features":
+    def hidden(self, mask: Tensor) -> "TokenFeatures":
         """The same, except that tokens outside ``mask`` [batch, pos] write nothing, though they keep their positions."""
         norm_k = None if self.norm_k is None else without_padding(self.norm_k, mask)
         return self._replace(phi_k=without_padding(self.phi_k, mask), v=without_padding(self.v, mask), norm_k=norm_k)
@@ -124,7 +124,7 @@ class LinearHeads(Heads):
         entry.n_tokens = entry.n_tokens + (pos if self.mask is None else self.mask.sum(dim=1))
         entry.n_positions += pos
 
-    def _features(self, q: Tensor, k: Tensor, v: Tensor) -> Features:
+    def _features(self, q: Tensor, k: Tensor, v: Tensor) -> TokenFeatures:
         """phi~ of the numerator and phi of the normalizer."""
         rotary, after = self.cfg.positional_embedding_type == "rotary", self.cfg.rotates_after
         if rotary:
@@ -139,8 +139,8 @@ class LinearHeads(Heads):
             phi_q = self.attn.hook_rot_q(rotate(phi_q, cos, sin, self.cfg.rotary_adjacent_pairs))
             phi_k = self.attn.hook_rot_k(rotate(phi_k, cos, sin, self.cfg.rotary_adjacent_pairs))
         if self.cfg.normalizer == "none":
-            return Features(phi_q / self.attn.attn_scale, phi_k, None, None, v, made_of)
-        return Features(phi_q, phi_k, norm_q, norm_k, v, made_of)
+            return TokenFeatures(phi_q / self.attn.attn_scale, phi_k, None, None, v, made_of)
+        return TokenFeatures(phi_q, phi_k, norm_q, norm_k, v, made_of)
 
     def _rotary_rows(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin of the new tokens' positions, [pos, 1, rotary_dim], with a batch axis in front where rows differ."""
@@ -155,7 +155,7 @@ class LinearHeads(Heads):
         return cos[:, :, None], sin[:, :, None]
 
     def _attend(
-        self, features: Features, bias: tuple[Tensor, Tensor | None] | None
+        self, features: TokenFeatures, bias: tuple[Tensor, Tensor | None] | None
     ) -> tuple[HeadOutputs, LinearAttentionState | None]:
         """The two summands of z, and the context's state after the last token (None where the parallel form needs none)."""
         attn, mask = self.attn, self.mask
@@ -190,7 +190,7 @@ class LinearHeads(Heads):
             self._check_nothing_visible(n, z_context if z_bias is None else z_context + z_bias)
         return HeadOutputs(z_context, z_bias, self._own_share(phi_q, phi_k, divisor)), state
 
-    def _divisor(self, n: Tensor | None, features: Features) -> Tensor | None:
+    def _divisor(self, n: Tensor | None, features: TokenFeatures) -> Tensor | None:
         """``n`` if nothing in it is near 0; otherwise with 1 in place of zeros, so that 0 / 0 is 0 with a finite gradient."""
         if n is None:
             return None
@@ -246,7 +246,7 @@ class LinearHeads(Heads):
         own = (phi_q * phi_k.repeat_interleave(phi_q.shape[2] // phi_k.shape[2], dim=2)).sum(dim=-1)
         return own if n is None else own / n
 
-    def _solved(self, features: Features, strength: float) -> HeadOutputs:
+    def _solved(self, features: TokenFeatures, strength: float) -> HeadOutputs:
         """z of ridge attention: a whole text at once, or token by token if there is a state."""
         phi_q, phi_k, _, _, v, _ = features
         if self.cfg.normalizer == "none":
@@ -289,7 +289,7 @@ class LinearHeads(Heads):
             n_context = torch.where(self.mask[:, :, None], n_context, 1.0)
         return self.attn.hook_normalizer(n_context)
 
-    def _through_pattern(self, features: Features, decay: Tensor | None, n: Tensor | None) -> Tensor:
+    def _through_pattern(self, features: TokenFeatures, decay: Tensor | None, n: Tensor | None) -> Tensor:
         """The context's summand of z, computed through the hooked scores and pattern."""
         attn, phi_q = self.attn, features.phi_q
         seen = self._seen(SeenTokens(features.phi_k, features.v, self.mask))

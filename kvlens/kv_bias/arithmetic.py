@@ -60,7 +60,7 @@ def tokens_left(biases: Sequence[Any], weights: Sequence[float | int]) -> Any:
     return left.clamp(min=0) if isinstance(left, torch.Tensor) else max(left, 0)
 
 
-def in_words(biases: Sequence[Any], weights: Sequence[float | int]) -> str:
+def sum_in_words(biases: Sequence[Any], weights: Sequence[float | int]) -> str:
     """The step of a record of a sum."""
     kinds = (f"{w:.3g} times {'an exact bias' if b.fit is None else 'one'}" for w, b in zip(weights, biases, strict=True))
     return f"summed: {', '.join(kinds)}" if len(biases) < 5 else f"sum of {len(biases)}"

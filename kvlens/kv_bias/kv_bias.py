@@ -24,13 +24,13 @@ from kvlens.arguments import check_device
 from kvlens.checks import Count, Finite, checked, ensure
 from kvlens.dtypes import check_holds, dtype_of, is_dtype
 from kvlens.errors import KVLensError
-from kvlens.kv_bias.arithmetic import check_held, in_words, summed, tokens_left
+from kvlens.kv_bias.arithmetic import check_held, sum_in_words, summed, tokens_left
 from kvlens.kv_bias.fields import COUNTS, Fingerprint, check_fields, check_numbers
 from kvlens.kv_bias.fit import BiasFit, after_rounding, edited, of_sum, since
 from kvlens.kv_bias.layers import Features, Layer, padded
 from kvlens.kv_bias.storage import as_numbers, read_bias_file, write_bias_file
 
-GONE = {
+INSTEAD_OF = {
     **dict.fromkeys(("b_KV", "b_D", "log_scale"), "stacked({0!r}), a copy, or layers[i].attention.{0}"),
     **dict.fromkeys(("last_k", "last_v", "last_q"), "stacked({0!r}), a copy, or layers[i].last"),
     "features": "layers[i].attention.features, or kind",
@@ -92,7 +92,7 @@ class KVBias:
         check_fields(self)
 
     def __getattr__(self, name: str) -> Any:
-        instead = f"; use {GONE[name].format(name.lower())}" if name in GONE else ""
+        instead = f"; use {INSTEAD_OF[name].format(name.lower())}" if name in INSTEAD_OF else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
 
     def with_layers(self, layers: Sequence[Layer], **counts: Any) -> "KVBias":
@@ -548,6 +548,6 @@ def _sum_of(
     layers = summed(biases, weights, shift_state, equal_offsets)
     chosen = biases[-1] if shift_state == "last" else first
     unchanged = weights == [1.0] and shift_state != "zero"
-    fit = first.fit if unchanged else of_sum((bias.fit for bias in biases), in_words(biases, weights))
+    fit = first.fit if unchanged else of_sum((bias.fit for bias in biases), sum_in_words(biases, weights))
     counts = dict(n_prompt_tokens=tokens_left(biases, weights), position_offset=chosen.position_offset)
     return replace(first, layers=layers, record=fit, **counts)

@@ -25,7 +25,7 @@ from kvlens.ops.softmax_features import ScoreRule
 
 P = TypeVar("P", bound="State")
 F = TypeVar("F", bound="Features")
-Change = Callable[[Tensor], Tensor]
+OnTensor = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,11 +49,11 @@ class State:
         """Those that have a row for each prompt, by name."""
         return {"b_kv": self.b_kv} if self.b_d is None else {"b_kv": self.b_kv, "b_d": self.b_d}
 
-    def rows(self: P, change: Change) -> P:
+    def rows(self: P, change: OnTensor) -> P:
         """The part with ``change`` applied to every tensor that has a row for each prompt."""
         return self.with_tensors({name: change(x) for name, x in self.tensors().items()})
 
-    def map(self: P, change: Change) -> P:
+    def map(self: P, change: OnTensor) -> P:
         """The part with ``change`` applied to every tensor."""
         return self.rows(change)
 
@@ -113,7 +113,7 @@ class Features(State):
     def tensors(self) -> dict[str, Tensor]:
         return {**super().tensors(), "log_scale": self.log_scale}
 
-    def map(self: F, change: Change) -> F:
+    def map(self: F, change: OnTensor) -> F:
         return replace(self.rows(change), features=self.features.map(change))  # type: ignore[call-arg,attr-defined]
 
     def per_query_head(self: F, n_heads: int) -> F:
@@ -186,7 +186,7 @@ class Keys(Features):
         keys = VirtualKeys(tensors.get("keys", self.keys), tensors.get("distance", self.distance))
         return replace(self, **own, features=keys)  # type: ignore[arg-type]
 
-    def map(self, change: Change) -> "Keys":
+    def map(self, change: OnTensor) -> "Keys":
         return self.rows(change)
 
     def with_keys(self, change: Callable[[Tensor, int], Tensor]) -> "Keys":
@@ -309,11 +309,11 @@ class Layer:
         """The layer with ``change`` applied to the part of its attention, if it has one."""
         return self.each(lambda part: part if part.b_d is None else change(part))
 
-    def map(self, change: Change) -> "Layer":
+    def map(self, change: OnTensor) -> "Layer":
         """The layer with ``change`` applied to every tensor."""
         return Layer(tuple(part.map(change) for part in self.parts), {name: change(x) for name, x in self.last.items()})
 
-    def rows(self, change: Change) -> "Layer":
+    def rows(self, change: OnTensor) -> "Layer":
         """The layer with ``change`` applied to every tensor that has a row for each prompt."""
         return Layer(tuple(part.rows(change) for part in self.parts), {name: change(x) for name, x in self.last.items()})
 

@@ -29,8 +29,7 @@ from kvlens.kv_bias.fit import BiasFit, below
 from kvlens.kv_bias.layers import Features, Keys, Layer, State, padded
 
 B = TypeVar("B")
-SHIFTED = ("k", "v", "q")
-TENSORS = ("b_KV", "b_D", *(f"last_{x}" for x in SHIFTED))
+TENSORS = ("b_KV", "b_D", *(f"last_{x}" for x in "kvq"))
 USED, DISTANCE = "used", "features.distance"
 RAGGED = {"b_KV": 1, "b_D": 0, "features.keys": 1, DISTANCE: 0}
 """The tensors that are packed, and how many axes follow the axis of the keys."""
@@ -93,7 +92,7 @@ def stack_of(bias: Any) -> dict[str, Tensor]:
     found = {}
     if parts:
         found = {name: padded([getattr(part, name.lower()) for part in parts]) for name in ("b_KV", "b_D")}
-        found |= {f"last_{x}": padded([last[x] for last in rows]) for x in SHIFTED}
+        found |= {f"last_{x}": padded([last[x] for last in rows]) for x in "kvq"}
     if parts and bias.kind is not None:
         found["log_scale"] = padded([part.log_scale for part in parts])
         every = [part.features.tensors() for part in parts]
@@ -149,7 +148,7 @@ def layers_of(f: Fingerprint, kind: str | None, numbers: Sequence[int], tensors:
                 own = {"keys": of("features.keys", i, n_kv_heads, r, d_key), "distance": of(DISTANCE, i, n_kv_heads, r)}
             made = Keys if kind == "virtual_keys" else Features
             part = made(part.b_kv, part.b_d, of("log_scale", i, n_kv_heads), features_from(kind, own, d_key))  # type: ignore[arg-type]
-        last = {x: of(f"last_{x}", i, n_heads if x == "q" else n_kv_heads, d_head) for x in SHIFTED}
+        last = {x: of(f"last_{x}", i, n_heads if x == "q" else n_kv_heads, d_head) for x in "kvq"}
         layers[layer] = Layer((part,), last)
     for i, layer in enumerate(numbers):
         state = State(of("recurrent.b_KV", i), None)

@@ -38,7 +38,7 @@ from kvlens.model.activations import (
 )
 from kvlens.model.attention_variant import AttentionVariantConfig, Augmented, Negative, Regularised, Ridge
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
-from kvlens.model.protocol import Ends, HeadMatrices, KVModel, Layer, LinearNorm, Part, ReadsPrompts
+from kvlens.model.protocol import Block, Ends, HeadMatrices, KVModel, LinearNorm, Part, ReadsPrompts
 from kvlens.model.regressor import HookedKVRegressor
 from kvlens.model.streaming import run_in_segments
 from kvlens.model.transformer import HookedKVTransformer
@@ -46,6 +46,7 @@ from kvlens.model.transformer import HookedKVTransformer
 __all__ = [
     "AttentionVariantConfig",
     "Augmented",
+    "Block",
     "Ends",
     "HeadMatrices",
     "HeadsRead",
@@ -54,7 +55,6 @@ __all__ = [
     "HookedKVTransformerConfig",
     "KVModel",
     "KVShiftConfig",
-    "Layer",
     "LinearNorm",
     "Negative",
     "Part",

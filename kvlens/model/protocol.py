@@ -91,7 +91,7 @@ class LinearNorm(NamedTuple):
     centers: bool
 
 
-class Layer(NamedTuple):
+class Block(NamedTuple):
     """One layer.
 
     Attributes:
@@ -233,7 +233,7 @@ class KVModel(Protocol):
             n_last: compute the logits of this many positions, from the end; None for all.
         """
 
-    def layers(self) -> Sequence[Layer]:
+    def layers(self) -> Sequence[Block]:
         """The layers: their parts, hook points and norms, which :mod:`kvlens.model.activations` reads."""
 
     def ends(self) -> Ends:
@@ -316,13 +316,13 @@ class AttentionPart(Part):
         return HeadMatrices(self.attn.W_Q, self.attn.W_K, self.attn.W_V, self.attn.W_O)
 
 
-def layers_of(model: Any) -> list[Layer]:
+def layers_of(model: Any) -> list[Block]:
     """The layers of a HookedKVTransformer: attention alone."""
     found = []
     for number, block in enumerate(model.blocks):
         mlp, behind = None if model.cfg.attn_only else block.hook_mlp_out, block.norm_behind("ln1")
         scale = None if behind is None else behind.hook_scale
-        found.append(Layer([AttentionPart(block, number)], mlp, block.hook_resid_post, partial(_norms_around, block), scale))
+        found.append(Block([AttentionPart(block, number)], mlp, block.hook_resid_post, partial(_norms_around, block), scale))
     return found
 
 

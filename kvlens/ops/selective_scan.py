@@ -22,7 +22,7 @@ from kvlens.checks import doors
 from kvlens.ops.delta_rule import starting_state
 from kvlens.ops.ssd import SSDOutput, by_head, summed_decay
 
-Keys = Float[Tensor, "batch pos key_head d_k"]
+KeyRows = Float[Tensor, "batch pos key_head d_k"]
 Values = Float[Tensor, "batch pos head d_v"]
 LogDecay = Float[Tensor, "batch pos head d_k"]
 WriteStrength = Float[Tensor, "batch pos head"]
@@ -30,8 +30,8 @@ Mask = Bool[Tensor, "#batch pos"]
 
 
 def selective_scan(
-    q: Keys,
-    k: Keys,
+    q: KeyRows,
+    k: KeyRows,
     v: Values,
     log_decay: LogDecay,
     write_strength: WriteStrength,
@@ -63,14 +63,14 @@ def selective_scan(
     return SSDOutput(torch.stack(outputs, dim=1) if outputs else v, state if output_final_state else None)
 
 
-def carried_queries(q: Keys, log_decay: LogDecay, mask: Mask | None = None) -> Float[Tensor, "batch pos head d_k"]:
+def carried_queries(q: KeyRows, log_decay: LogDecay, mask: Mask | None = None) -> Float[Tensor, "batch pos head d_k"]:
     """qbar_i = e^{G_i} o q_i: what a query reads of the state before the first token."""
     q = by_head(q if mask is None else q * mask[..., None, None], log_decay.shape[2])
     return q * _summed(log_decay, mask).exp().to(q)
 
 
 def carried_keys(
-    k: Keys, log_decay: LogDecay, write_strength: WriteStrength, mask: Mask | None = None
+    k: KeyRows, log_decay: LogDecay, write_strength: WriteStrength, mask: Mask | None = None
 ) -> Float[Tensor, "batch pos head d_k"]:
     """kbar_j = e^{G_{M-1} - G_j} o b_j k_j: sum_j kbar_j v_j^T is what the tokens write."""
     summed = _summed(log_decay, mask)
@@ -78,13 +78,13 @@ def carried_keys(
     return by_head(k, log_decay.shape[2]) * (summed[:, -1:] - summed).exp().to(k) * write[..., None]
 
 
-def state_map(k: Keys, log_decay: LogDecay, mask: Mask | None = None) -> Float[Tensor, "batch head d_k d_k"]:
+def state_map(k: KeyRows, log_decay: LogDecay, mask: Mask | None = None) -> Float[Tensor, "batch head d_k d_k"]:
     """P = Diag(e^{G_{M-1}}): what the tokens leave of a state before them."""
     return _real(log_decay, mask).double().sum(dim=1).exp().to(k).diag_embed()
 
 
 def effective_attention(
-    q: Keys, k: Keys, log_decay: LogDecay, write_strength: WriteStrength, mask: Mask | None = None
+    q: KeyRows, k: KeyRows, log_decay: LogDecay, write_strength: WriteStrength, mask: Mask | None = None
 ) -> Float[Tensor, "batch head pos pos"]:
     """A_ij = sum_n q_in e^{G_in - G_jn} b_j k_jn for j <= i: z_i = sum_j A_ij v_j, exactly, where no state stands before.
 
