@@ -47,7 +47,7 @@ where the prompt's own tokens are needed. What takes a ``KVModel`` and reads hea
 bridge too; in a layer, heads of attention come before those of a recurrent state (``bias.first_state_head(layer)``). A function
 ``check_model=`` refuses models that lack something, and the analysis calls it, too; what does not run on a front end at all
 stands in :mod:`kvlens.analyses.registry`, with the reason. An attribution method is a class with ``explain(question, units)``
-and a line in ``ATTRIBUTION_METHODS`` of :mod:`kvlens.analyses.registry`; its docstring says which passes it needs.
+and a line in ``ATTRIBUTION_METHODS`` of :mod:`kvlens.analyses.attribution.methods`; its docstring says which passes it needs.
 """
 
 import inspect

@@ -34,15 +34,40 @@ if not __path__:
         f"kvlens.analyses: {FOLDERS[1]} is missing, or not the folder that belongs to kvlens; take the whole clone"
     )
 
-HOMES = importlib.import_module("kvlens.analyses.registry").HOMES
-__all__ = list(HOMES)
+_HOMES = importlib.import_module("kvlens.analyses.registry").ANALYSES | {
+    "ANALYSES": "kvlens.analyses.registry",
+    "ANSWER": "kvlens.analyses.declaration",
+    "Analysis": "kvlens.analyses.declaration",
+    "AttentionUnderBias": "kvlens.analyses.heads.rows",
+    "Columns": "kvlens.analyses.declaration",
+    "Field": "kvlens.analyses.declaration",
+    "HeadDetails": "kvlens.analyses.heads.rows",
+    "LinkedShares": "kvlens.analyses.bias.positions",
+    "Option": "kvlens.analyses.declaration",
+    "PROMPT": "kvlens.analyses.declaration",
+    "RIVAL": "kvlens.analyses.declaration",
+    "Record": "kvlens.analyses.declaration",
+    "TEXT": "kvlens.analyses.declaration",
+    "analysis": "kvlens.analyses.declaration",
+    "attention_under_bias": "kvlens.analyses.heads.rows",
+    "baseline_ablation": "kvlens.analyses.bias.effects",
+    "bias_ablation": "kvlens.analyses.bias.effects",
+    "bias_by_layer": "kvlens.analyses.bias.decomposition",
+    "head_details": "kvlens.analyses.heads.rows",
+    "linked_shares": "kvlens.analyses.bias.positions",
+    "next_token_texts": "kvlens.texts",
+    "token_texts": "kvlens.texts",
+    "tokens_field": "kvlens.analyses.declaration",
+}
+"""Public name of the package -> the module that holds it."""
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in HOMES:
+    if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(HOMES[name]), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *HOMES])
+    return sorted([*globals(), *_HOMES])

@@ -1,11 +1,13 @@
 """Imports go one way, downwards, and never in a circle; and the guards that say so can fail.
 
-Every import counts: at the top, in a function, under ``TYPE_CHECKING``, and by a name that is handed to ``importlib``.
+Every import counts: at the top, in a function, under ``TYPE_CHECKING``, and by a name that is handed to ``importlib``. Upwards
+every string that is the name of a module counts, too: some file may import it by that.
 """
 
 import ast
 import functools
 import os
+import re
 import shutil
 import subprocess
 import symtable
@@ -20,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ORDER = [
     "errors", "memory", "checks", "arguments", "files", "terminal", "dtypes", "tokenizer", "templates", "ops", "base",
     "kv_bias", "components", "mixers", "zoo", "pretrained", "model", "texts", "units", "marks", "question", "chat", "bridge",
-    "loading", "conversion_methods", "conversion", "dual", "corpus", "tasks", "training", "analyses", "viz", "explanation",
+    "loading", "conversion", "dual", "corpus", "tasks", "training", "analyses", "viz", "explanation",
     "papers", "reference", "cli",
 ]
 PURE = {
@@ -90,6 +92,12 @@ def imported(module: str, all_sources: Sources) -> set[str]:
     return targets | (on_the_way & set(all_sources))
 
 
+def in_strings(source: str, all_sources: Sources) -> set[str]:
+    """The modules whose names are strings, also as MODULE:NAME."""
+    strings = re.findall(r"""["'](kvlens\.[\w.]+)(?::\w+)?["']""", source)
+    return {next((n for n in (name, name.rpartition(".")[0]) if n in all_sources), "") for name in strings} - {""}
+
+
 def circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
     """The sets of modules that reach each other (strongly connected components of more than one, and self-imports)."""
 
@@ -121,10 +129,11 @@ def upward_imports(all_sources: Sources) -> list[str]:
     found = []
     for module in all_sources:
         here = package_of(module)
-        for name in sorted(imported(module, all_sources)) if here is not None else ():
+        named = imported(module, all_sources) | in_strings(all_sources[module][0], all_sources)
+        for name in sorted(named) if here is not None else ():
             package = package_of(name)
             if package is not None and ORDER.index(package) > ORDER.index(here):
-                found.append(f"{module} imports {name}")
+                found.append(f"{module} names {name}")
     return found
 
 
@@ -148,18 +157,26 @@ TOP, LOCAL = "from kvlens.model import HookedKVTransformer", "def f():\n    from
 TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import kvlens.model.transformer"
 BY_NAME = "import importlib\ndef f():\n    return importlib.import_module('kvlens.model.transformer')"
 RELATIVE = "from ..model import transformer"
+PLANTED = {"top": TOP, "local": LOCAL, "types": TYPES, "by name": BY_NAME, "relative": RELATIVE}
 
 
-@pytest.mark.parametrize(
-    "planted", [TOP, LOCAL, TYPES, BY_NAME, RELATIVE], ids=["top", "local", "types", "by name", "relative"]
-)
+@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
 def test_the_guards_can_fail(planted):
     """Planted into a copy of the sources: an op that imports the model is found, however it imports it."""
     home = "kvlens.ops.rotary"
     all_sources = {**sources(), home: (planted, False)}
-    assert any(line.startswith(f"{home} imports kvlens.model") for line in upward_imports(all_sources))
+    assert any(line.startswith(f"{home} names kvlens.model") for line in upward_imports(all_sources))
     graph = {module: imported(module, all_sources) for module in all_sources}
     assert any({home, "kvlens.model.transformer"} <= circle for circle in circles(graph))
+
+
+@pytest.mark.parametrize("rest", ["", ":explanation", ".explain"])
+def test_a_name_in_a_table_that_points_upwards_is_found(rest):
+    """Planted into the registry of analyses; `kvlens` itself, which is above all packages, may have such a table."""
+    table = f'HOMES = {{"explanation": "kvlens.explanation.steps{rest}"}}\n'
+    found = upward_imports({**sources(), "kvlens.analyses.registry": (table, False)})
+    assert found == ["kvlens.analyses.registry names kvlens.explanation.steps"]
+    assert upward_imports({**sources(), "kvlens": (table, True)}) == []
 
 
 def test_circles_are_found_between_two_and_between_many():
@@ -215,7 +232,7 @@ def test_one_word_means_one_thing():
     """
     all_sources, named = sources(), list[str]()
     taken = {name for module in all_sources for name in named_imports(module, *all_sources[module])}
-    words = {name.rpartition(".")[2] for name in taken}
+    words = {name.rpartition(".")[2] for name in taken if "." in name}
     for module, (source, _) in all_sources.items():
         classes = [node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
         found = [name for name in public_names(source) if name not in classes and (name in words or not name.isupper())]

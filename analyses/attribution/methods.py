@@ -8,10 +8,9 @@ All of them read counterfactual prompts (units removed) and ask for the answer's
   units', so that only units that matter interact.
 - `ContextCite`: a sum over units alone, by lasso, as published (Cohen-Wang et al. 2024, arXiv 2409.00729).
 
-A method of your own is a class with ``explain``; a line in ``ATTRIBUTION_METHODS`` of :mod:`kvlens.analyses.registry` names it.
+A method of your own is a class with ``explain``; a line in `ATTRIBUTION_METHODS` names it.
 """
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, NamedTuple, Protocol, runtime_checkable
@@ -21,11 +20,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvlens import Counterfactuals, KVLensError
-from kvlens.checks import Finite, Seed, Within, checked
-from kvlens.errors import nearest
+from kvlens.checks import Finite, Seed, Within, checked, ensure, one_of
 from kvlens.units import Unit, positions_of
 
-from ..registry import ATTRIBUTION_METHODS
 from .answers import Question
 
 Predict = Callable[[Bool[Tensor, "row unit"]], Float[Tensor, " row"]]
@@ -53,23 +50,6 @@ class Method(Protocol):
 
     def explain(self, question: Question, units: list[Unit]) -> Explanation:
         """The effect of each unit."""
-
-
-def attribution_method(method: str | Method) -> Method:
-    """A method by its name with its default options, or the method that was given.
-
-    Raises:
-        KVLensError: neither.
-    """
-    if isinstance(method, str):
-        known = ATTRIBUTION_METHODS
-        if method not in known:
-            raise KVLensError(f"method: expected one of {', '.join(known)}, got {method!r}{nearest(method, known)}")
-        module, _, kind = known[method].partition(":")
-        return getattr(importlib.import_module(module), kind)()
-    if not callable(getattr(method, "explain", None)):
-        raise KVLensError(f"method: expected a name or an object with explain(question, units), got {type(method).__name__}")
-    return method
 
 
 def subset_rows(question: Question, units: list[Unit], kept: Bool[Tensor, "row unit"]) -> Counterfactuals:
@@ -276,3 +256,24 @@ def lasso(x: Float[Tensor, "row unit"], y: Float[Tensor, " row"], penalty: float
             break
     weights = weights / scale.where(scale > 0, 1.0)
     return y.mean() - x.mean(dim=0) @ weights, weights
+
+
+ATTRIBUTION_METHODS: dict[str, Callable[[], Method]] = {
+    "leave_one_out": LeaveOneOut,
+    "interactions": InteractionFit,
+    "contextcite": ContextCite,
+}
+"""The methods of `prompt_attribution` by name, also on the command line."""
+
+
+def attribution_method(method: str | Method) -> Method:
+    """A method by its name with its default options, or the method that was given.
+
+    Raises:
+        KVLensError: neither.
+    """
+    if isinstance(method, str):
+        return ATTRIBUTION_METHODS[ensure("method", one_of(ATTRIBUTION_METHODS), method)]()
+    if not callable(getattr(method, "explain", None)):
+        raise KVLensError(f"method: expected a name or an object with explain(question, units), got {type(method).__name__}")
+    return method

@@ -27,10 +27,9 @@ from kvlens.units import Unit, positions_of
 
 from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
 from ..predictions import EFFECT
-from ..registry import ATTRIBUTION_METHODS
 from ..sequences import PromptTokens, TextTokens, begins_with_bos, prompt_sequence
 from .answers import BY, Answer, Positions, Question, Rival, Spans
-from .methods import Method, attribution_method
+from .methods import ATTRIBUTION_METHODS, Method, attribution_method
 from .terms import hidden_from_text
 
 SIGNIFICANT = 0.05
@@ -176,7 +175,7 @@ def prompt_attribution(
         answer: whose log-probability is explained: a string, a token, or several tokens, which add up; None for the most
             probable next token.
         rival: another answer, whose log-probability is taken away; None for none.
-        method: a name of :data:`kvlens.analyses.registry.ATTRIBUTION_METHODS`, or a method with its options.
+        method: a name of :data:`kvlens.analyses.attribution.methods.ATTRIBUTION_METHODS`, or a method with its options.
         null: where unrelated units come from (:class:`kvlens.analyses.attribution.prompt.Null`); None leaves p-values out.
         positions: ``kept``: what follows a removed unit stays where it stood; ``closed``: it moves up.
 

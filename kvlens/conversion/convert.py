@@ -22,7 +22,6 @@
 import contextlib
 import dataclasses
 import functools
-import importlib
 import inspect
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -35,6 +34,9 @@ from tqdm.auto import tqdm
 from kvlens.arguments import Positions, Span
 from kvlens.chat import Chat, as_prompt, prompt_layout
 from kvlens.checks import Count, checked, ensure, one_of
+from kvlens.conversion.features import EluKernel, Learned, RandomProjections, TaylorPolynomial
+from kvlens.conversion.few_keys import AttentionMatching, Landmark
+from kvlens.conversion.kept_keys import H2O, ExpectedAttention, KVzip, SnapKV, StreamingLLM
 from kvlens.conversion.linear import convert_linear_prompt
 from kvlens.conversion.measured import recalled
 from kvlens.conversion.method import Approximation, ConversionMethod, Exact, Teacher
@@ -48,7 +50,6 @@ from kvlens.conversion.prompt import (
     prompt_batch,
 )
 from kvlens.conversion.prompt_pass import as_batch, attention_parts, continued, convert_exactly
-from kvlens.conversion_methods import CONVERSION_METHODS
 from kvlens.errors import KVLensError, nearest, nearest_name, warn
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.kv_bias.fit import Recall, of_sum
@@ -215,10 +216,20 @@ def _check_convertible(model: HookedKVTransformer) -> None:
 
 
 METHODS: dict[str, type[ConversionMethod]] = {
-    name: getattr(importlib.import_module(home.partition(":")[0]), home.partition(":")[2])
-    for name, home in CONVERSION_METHODS.items()
+    "exact": Exact,
+    "landmark": Landmark,
+    "attention_matching": AttentionMatching,
+    "streaming_llm": StreamingLLM,
+    "h2o": H2O,
+    "snapkv": SnapKV,
+    "expected_attention": ExpectedAttention,
+    "kvzip": KVzip,
+    "random": RandomProjections,
+    "taylor": TaylorPolynomial,
+    "elu_plus_one": EluKernel,
+    "learned": Learned,
 }
-"""The methods by name: the classes listed in :data:`kvlens.conversion_methods.CONVERSION_METHODS`."""
+"""The methods by name."""
 
 
 def method_of(method: str | ConversionMethod, options: Mapping[str, Any], others: Collection[str] = ()) -> ConversionMethod:

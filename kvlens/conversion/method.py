@@ -38,8 +38,8 @@ class LastKeys(Approximation):
 `convert_prompt(model, prompt, method=LastKeys(n_keys=4))` works as it is. A method that keeps a number of keys derives from
 `FewKeys` (`kvlens/conversion/few_keys.py`: `n_features`, `ratio` and their refusals), or from `KeptKeys` (`kept_keys.py`
 beside it) if it chooses them by a score, with weights of 1; `without=` and padding leave tokens out, whose `b_d` is 0. To add
-it to kvlens itself, give it a line in `kvlens/conversion_methods.py`, which adds the shorthand `method="last", n_keys=4`;
-export it beside the others in `kvlens/conversion/__init__.py`, and name it in `convert_prompt`'s docstring.
+it to kvlens itself, give it a line in `METHODS` of `kvlens/conversion/convert.py`, which adds the shorthand `method="last",
+n_keys=4`; export it beside the others in `kvlens/conversion/__init__.py`, and name it in `convert_prompt`'s docstring.
 `SHORTHAND` in `tests/conversion/test_method.py` has every method. One that keeps keys is also in `METHODS` of
 `test_prompt_pass.py` beside it and of `kvlens/papers/iclca/compaction.py`, for the table in
 `tests/benchmarks/results/fewer_keys.md`; one to test on the bridge, in that of `tests/bridge/test_approximations.py`. Unused

@@ -12,7 +12,6 @@ import pytest
 import torch
 from analysis_models import pencil_model
 from kvlens.analyses.batch.work import load_analysis
-from kvlens.analyses.registry import HOMES
 from tiny_text_model import tiny_text_model
 
 from kvlens import KVLensError, analyses
@@ -64,7 +63,7 @@ def test_the_docstring_gets_the_table_at_its_placeholder():
     assert " ".join(function.__doc__.split()).count("or missing") == 12
 
 
-@pytest.mark.parametrize("name", [name for name in HOMES if name.islower() and name != "tokens_field"])
+@pytest.mark.parametrize("name", [name for name in analyses.__all__ if name.islower() and name != "tokens_field"])
 def test_every_public_function_documents_its_columns(name):
     function = getattr(analyses, name)
     assert "{columns}" not in function.__doc__
@@ -73,10 +72,10 @@ def test_every_public_function_documents_its_columns(name):
             assert f"{column} {dtype}" in " ".join(function.__doc__.split())
 
 
-@pytest.mark.parametrize("name", HOMES)
+@pytest.mark.parametrize("name", analyses.__all__)
 def test_no_module_is_named_as_what_it_holds(name):
-    assert HOMES[name].rsplit(".", 1)[-1] != name
-    assert hasattr(importlib.import_module(HOMES[name]), name)
+    assert analyses._HOMES[name].rsplit(".", 1)[-1] != name
+    assert hasattr(importlib.import_module(analyses._HOMES[name]), name)
 
 
 def largest(model, text, answer=None, *, scale: float = 1.0, kinds=("a", "b"), limit: int | None = None):

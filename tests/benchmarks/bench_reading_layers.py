@@ -46,10 +46,10 @@ from kvlens.analyses.heads.rows import visit_rows
 
 import kvlens
 from kvlens import Chat, convert_prompt, counterfactuals
-from kvlens.analyses import induction_heads, reading_layers, reading_shares, reading_stability
+from kvlens.analyses import induction_heads, reading_layers
 from kvlens.chat import prompt_layout
 from kvlens.explanation.claims import content_words, walk
-from kvlens.explanation.reading import wilson
+from kvlens.explanation.reading import reading_shares, reading_stability, wilson
 from kvlens.explanation.runs import responses
 from kvlens.model import head_hooks
 from kvlens.texts import WORD, Word

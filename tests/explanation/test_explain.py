@@ -21,11 +21,11 @@ from tiny_text_model import tiny_text_model
 
 import kvlens
 from kvlens import KVLensError, convert_prompt, counterfactuals, logits_after
-from kvlens.analyses import reading_layers, reading_shares, reading_stability
+from kvlens.analyses import reading_layers
 from kvlens.cli.printed import print_explanation
 from kvlens.explanation import explanation_view, paragraphs, runs
 from kvlens.explanation.presentation import _says, outcome
-from kvlens.explanation.reading import wilson
+from kvlens.explanation.reading import reading_shares, reading_stability, wilson
 
 STORY = "Mira keeps a goat. Pavel has a parrot. At night Kaya feeds a donkey."
 QUESTION = " Which animal does Kaya keep? Kaya keeps a"
