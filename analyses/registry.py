@@ -10,7 +10,7 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import kvlens
 from kvlens import KVLensError
@@ -65,16 +65,8 @@ HOOKED, SOFTMAX, RECURRENT = "HookedKVTransformer", "KVTransformerBridge, softma
 """The kinds of model that the table tells apart."""
 
 
-class Reasons(NamedTuple):
-    """Why an analysis does not run on a kind of model; None where it does."""
-
-    hooked: str | None = None
-    softmax: str | None = None
-    recurrent: str | None = None
-
-
-def _not_on_the_bridge(reason: str) -> Reasons:
-    return Reasons(softmax=reason, recurrent=reason)
+def _not_on_the_bridge(reason: str) -> dict[str, str]:
+    return {SOFTMAX: reason, RECURRENT: reason}
 
 
 _NO_STATE = "no layer of the model is recurrent with a state: it keeps every key of a prompt instead"
@@ -90,18 +82,18 @@ _HOOKS = "it patches, or looks at, hook points that only HookedKVTransformer has
 _DUAL = "the dual model is derived for the parameters and feature maps of a HookedKVTransformer"
 _PROBES = "prompts with keys of their own are compared by a text's queries, as HookedKVTransformer's hook points show them"
 
-NOT_ON: Mapping[str, Reasons] = {
+NOT_ON: Mapping[str, Mapping[str, str]] = {
     "activation_patching": _not_on_the_bridge(_HOOKS),
-    "attribution_by_edge": Reasons(recurrent=_PROJECTIONS),
+    "attribution_by_edge": {RECURRENT: _PROJECTIONS},
     "circuits": _not_on_the_bridge(_PROBES),
-    "composition": Reasons(recurrent=_WEIGHTS),
+    "composition": {RECURRENT: _WEIGHTS},
     "dual_bound": _not_on_the_bridge(_DUAL),
     "dual_demonstrations": _not_on_the_bridge(_DUAL),
     "dual_losses": _not_on_the_bridge(_DUAL),
-    "state_erasure": Reasons(hooked=_NO_STATE, softmax=_NO_STATE),
-    "state_memory": Reasons(hooked=_NO_STATE, softmax=_NO_STATE),
+    "state_erasure": {HOOKED: _NO_STATE, SOFTMAX: _NO_STATE},
+    "state_memory": {HOOKED: _NO_STATE, SOFTMAX: _NO_STATE},
 }
-"""Name of an analysis -> the kinds of model that it does not run on."""
+"""Name of an analysis -> the kinds of model that it does not run on -> why."""
 
 
 def kind_of(model: Any) -> str:
@@ -117,10 +109,7 @@ def kind_of(model: Any) -> str:
 
 def reason_against(name: str, model: Any) -> str | None:
     """Why an analysis does not run on a model; None where it does."""
-    reasons = NOT_ON.get(name)
-    if reasons is None:
-        return None
-    return dict(zip((HOOKED, SOFTMAX, RECURRENT), reasons, strict=True))[kind_of(model)]
+    return NOT_ON[name].get(kind_of(model)) if name in NOT_ON else None
 
 
 def check_front_end(name: str, model: Any) -> None:
@@ -160,7 +149,7 @@ def table_of(names: list[str]) -> str:
     rows, reasons = [], list[str]()
     for name in sorted(names):
         cells = []
-        for reason in NOT_ON.get(name, Reasons()):
+        for reason in map(NOT_ON.get(name, {}).get, (HOOKED, SOFTMAX, RECURRENT)):
             if reason is not None and reason not in reasons:
                 reasons.append(reason)
             cells.append("yes" if reason is None else f"no ({reasons.index(reason) + 1})")

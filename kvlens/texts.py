@@ -44,13 +44,6 @@ def with_white_space_shown(text: str) -> str:
     return text.replace("\n", NEWLINE).replace(" ", SPACE).replace("\t", TAB)
 
 
-class _Piece(NamedTuple):
-    """A token decoded alone, and its bytes where they are not UTF-8 by themselves."""
-
-    text: str
-    part: bytes | None
-
-
 @checked
 def token_texts(model: Any, tokens: Int[Tensor, " pos"]) -> list[str]:
     """Each token of a text as text, as described in the module; its id if the model has no tokenizer.
@@ -107,11 +100,12 @@ def _read(tokenizer: Any, ids: list[int]) -> list[tuple[str, bytes]]:
     return found
 
 
-def _behind(waiting: bytes, piece: _Piece) -> tuple[str, bytes]:
+def _behind(waiting: bytes, piece: tuple[str, bytes | None]) -> tuple[str, bytes]:
     """The text of a piece after the pending bytes of an incomplete character, and the bytes pending after it."""
-    if piece.part is None:
-        return piece.text, b""
-    read, text, at = waiting + piece.part, "", 0
+    whole, part = piece
+    if part is None:
+        return whole, b""
+    read, text, at = waiting + part, "", 0
     while True:
         try:
             return text + read[at:].decode(), b""
@@ -124,16 +118,19 @@ def _behind(waiting: bytes, piece: _Piece) -> tuple[str, bytes]:
             at = end
 
 
-def _piece(tokenizer: Any, token: int) -> _Piece:
-    """A token as it appears inside a text; SentencePiece tokenizers drop the leading blank of a token decoded alone."""
+def _piece(tokenizer: Any, token: int) -> tuple[str, bytes | None]:
+    """A token as it appears inside a text, and its bytes where they are not UTF-8 by themselves.
+
+    SentencePiece tokenizers drop the leading blank of a token decoded alone.
+    """
     text, name = tokenizer.decode([token]), tokenizer.convert_ids_to_tokens(token)
     if not isinstance(name, str):
-        return _Piece(text, None)
+        return text, None
     if UNREADABLE in text:
         part = _bytes_of(name)
-        return _Piece(text, part if part is not None and not _is_utf_8(part) else None)
+        return text, part if part is not None and not _is_utf_8(part) else None
     blanks = len(name) - len(name.lstrip("\u2581 "))
-    return _Piece(" " * blanks + text.lstrip(" ") if blanks else text, None)
+    return " " * blanks + text.lstrip(" ") if blanks else text, None
 
 
 def _bytes_of(name: str) -> bytes | None:

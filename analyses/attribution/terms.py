@@ -11,7 +11,7 @@ has one. What was held before the prompt stays.
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -91,7 +91,7 @@ class Terms:
         n_positions: of the prompt.
         read: the positions that were read; None for all.
         factors: of a linear model.
-        states: of a model with recurrent layers.
+        states: kbar_p and v_p of a model with recurrent layers (:func:`state_terms`).
         first_key: number of the virtual key of the prompt's first position; those of what the prompt continues come first.
     """
 
@@ -100,7 +100,7 @@ class Terms:
     n_positions: int
     read: Bool[Tensor, " pos"] | None = None
     factors: "Factors | None" = None
-    states: "StateTerms | None" = None
+    states: tuple[Tensor, Tensor] | None = None
     first_key: int = 0
 
     @classmethod
@@ -108,8 +108,8 @@ class Terms:
         """Read the prompt once (one with recurrent layers twice)."""
         n, read = (prompt.tokens.shape[1], prompt.kept[0].cpu()) if isinstance(prompt, Counterfactuals) else (len(prompt), None)
         if isinstance(model, HookedKVTransformer) and model.cfg.attention == "linear":
-            found = factors(model, prompt)
-            return cls(model, found.bias, n, read, found)
+            found, bias = factors(model, prompt)
+            return cls(model, bias, n, read, found)
         bias = convert_prompt(model, prompt)
         bias = bias if bias.batch_size is None else bias.select_prompt(0)
         if bias.kind != "virtual_keys" or (bias.attention and bias.d_phi < n):
@@ -120,12 +120,13 @@ class Terms:
     def of(self, chosen: Bool[Tensor, "row pos"], layer: int = ALL) -> list[dict[str, Tensor]]:
         """The sum of the terms of each row's positions, in one layer or in all, by the names of each layer's tensors."""
         if self.factors is not None:
-            found = written_by(self.model, self.factors, chosen if self.read is None else chosen & self.read)
+            found = written_by(self.model, self.factors, self.bias, chosen if self.read is None else chosen & self.read)
         else:
             found = list(map(self._of_keys(chosen), self.bias.layers))
         recurrent = [of for of, held in zip(found, self.bias.layers, strict=True) if held.state is not None]
         if self.states is not None:
-            for of, state in zip(recurrent, self.states.of(chosen), strict=True):
+            states = torch.einsum("rp,lphk,lphv->lrhkv", chosen.to(self.states[1]), *self.states)
+            for of, state in zip(recurrent, states, strict=True):
                 of["state"] = state
         return [of if layer in (ALL, i) else {} for i, of in enumerate(found)]
 
@@ -196,68 +197,44 @@ def _shift_states(own: Layer, other: Layer, taken: Bool[Tensor, " row"]) -> dict
     }
 
 
-class StateTerms(NamedTuple):
-    """The factors of every position's terms in the states of a model's recurrent layers, in float64.
-
-    Attributes:
-        carried_keys: kbar_p; zeros at positions that are not read.
-        values: v_p.
-    """
-
-    carried_keys: Float[Tensor, "recurrent_layer pos head d_k"]
-    values: Float[Tensor, "recurrent_layer pos head d_v"]
-
-    def of(self, chosen: Bool[Tensor, "row pos"]) -> Float[Tensor, "recurrent_layer row head d_k d_v"]:
-        """The sum of the terms of each row's positions."""
-        return torch.einsum("rp,lphk,lphv->lrhkv", chosen.to(self.values), self.carried_keys, self.values)
-
-
-def state_terms(model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals) -> StateTerms:
-    """What each token of a prompt, or of a single counterfactual one, writes into the states."""
+def state_terms(
+    model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals
+) -> tuple[Float[Tensor, "recurrent_layer pos head d_k"], Float[Tensor, "recurrent_layer pos head d_v"]]:
+    """kbar_p and v_p of each token of a prompt, or of a single counterfactual one, in float64: zeros where it is not read."""
     if isinstance(prompt, Counterfactuals):
         memories = read_memory(model, prompt.tokens[0], prompt.kept[0], prompt.positions == "kept")
     else:
         memories = read_memory(model, prompt)
-    return StateTerms(*(torch.stack([getattr(memory, name) for memory in memories]) for name in StateTerms._fields))
+    return torch.stack([memory.carried_keys for memory in memories]), torch.stack([memory.values for memory in memories])
 
 
-class Factors(NamedTuple):
-    """The factors of every position's terms in the bias of a linear model, from one pass over a prompt.
-
-    Attributes:
-        phi_k: phi(k_p), unrotated where RoPE follows the feature map, as b_D holds it.
-        carried: the same as b_KV holds it at the end of the prompt: decayed, and rotated where RoPE follows the feature map.
-        v: v_p.
-        bias: of the prompt.
-    """
-
-    phi_k: list[Float[Tensor, "pos kv_head d_phi"]]
-    carried: list[Float[Tensor, "pos head d_phi"]]
-    v: list[Float[Tensor, "pos kv_head d_head"]]
-    bias: KVBias
+Factors = list[tuple[Float[Tensor, "pos kv_head d_phi"], Float[Tensor, "pos head d_phi"], Float[Tensor, "pos kv_head d_head"]]]
+"""The factors of every position's terms in the bias of a linear model, layer by layer: phi(k_p), unrotated where RoPE follows
+the feature map, as b_D holds it; the same as b_KV holds it at the end of the prompt, decayed, and rotated where RoPE follows
+the feature map; and v_p."""
 
 
-def factors(model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals) -> Factors:
+def factors(model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals) -> tuple[Factors, KVBias]:
     """Read a prompt, or a single counterfactual one, once; :func:`written_by` adds up the terms of any of its positions."""
     assert isinstance(model, HookedKVTransformer)  # linear attention is found in no other
     phi_k, v, bias = _features_and_values(model, prompt)
     steps = torch.arange(phi_k[0].shape[0], 0, -1, device=phi_k[0].device)
     per_head = (x.repeat_interleave(n // x.shape[1], dim=1) for x, n in zip(phi_k, heads_per_layer(model), strict=True))
     carried = [block.attn.features_after(x, steps) for block, x in zip(model.blocks, per_head, strict=True)]
-    return Factors(phi_k, carried, v, bias)
+    return list(zip(phi_k, carried, v, strict=True)), bias
 
 
-def written_by(model: KVModel, read: Factors, chosen: Bool[Tensor, "row pos"]) -> list[dict[str, Tensor]]:
+def written_by(model: KVModel, read: Factors, bias: KVBias, chosen: Bool[Tensor, "row pos"]) -> list[dict[str, Tensor]]:
     """b_kv and b_d of each layer that chosen positions of a prompt wrote in a linear model: for each row their terms' sum."""
     assert isinstance(model, HookedKVTransformer)  # linear attention is found in no other
-    chosen = chosen.to(read.v[0].device)
+    chosen = chosen.to(read[0][0].device)
     most = max(1, int(chosen.sum(dim=1).max()))
     positions = chosen.long().argsort(dim=1, descending=True, stable=True)[:, :most]
-    weight = chosen.gather(1, positions).to(read.carried[0])[..., None, None]
-    at_once = max(1, NUMBERS_AT_ONCE // (sum(x[0].numel() for x in read.carried) * most))
+    weight = chosen.gather(1, positions).to(read[0][1])[..., None, None]
+    at_once = max(1, NUMBERS_AT_ONCE // (sum(carried[0].numel() for _, carried, _ in read) * most))
     found = []
-    for layer, (phi_k, carried, v) in enumerate(zip(read.phi_k, read.carried, read.v, strict=True)):
-        of_kv, part = kv_heads_read(read.bias, layer).to(v.device), read.bias.layers[layer].attention
+    for layer, (phi_k, carried, v) in enumerate(read):
+        of_kv, part = kv_heads_read(bias, layer).to(v.device), bias.layers[layer].attention
         b_kv, b_d = [], []
         for where, each in zip(positions.split(at_once), weight.split(at_once), strict=True):
             b_kv.append(torch.einsum("rphf,rphd->rhfd", carried[where] * each, v[where][:, :, of_kv]))

@@ -19,7 +19,7 @@ from kvlens.arguments import path_of
 from kvlens.checks import Within, ensure
 from kvlens.terminal import Arguments, how_it_ended, in_two_columns, plain_warnings, terminal_width, visible, wrap
 
-from ..registry import ANALYSES, NOT_ON, Reasons, locate
+from ..registry import ANALYSES, HOOKED, NOT_ON, locate
 from .work import (
     DTYPE_NAMES,
     ENGINES,
@@ -235,7 +235,7 @@ def _description(analysis: "Analysis") -> str:
 
 def _example(analysis: "Analysis", prog: str) -> str:
     """A command, and the line of PROMPTS that it needs."""
-    model = "facts-linear" if NOT_ON.get(analysis.name, Reasons()).hooked is None else "facts-hybrid"
+    model = "facts-hybrid" if HOOKED in NOT_ON.get(analysis.name, {}) else "facts-linear"
     if not analysis.inputs:
         return f"  {prog} --model {model} --out table.parquet"
     held = {

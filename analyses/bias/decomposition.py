@@ -32,7 +32,7 @@ import math
 from collections.abc import Callable
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
@@ -141,29 +141,23 @@ def _of_layer(read: HeadsRead, probes: Float[Tensor, "pos head d_head"], n_targe
     }
 
 
-class BiasOutputs(NamedTuple):
-    """The two summands of every head's output on a text, layer by layer."""
+def bias_outputs(
+    model: KVModel, bias: KVBias, text: Int[Tensor, " pos"]
+) -> tuple[list[Float[Tensor, "pos _ _"]], list[Float[Tensor, "pos _ _"]]]:
+    """What every head reads of the bias, and of ``text``, whose sum is its output, layer by layer, from one pass.
 
-    of_bias: list[Float[Tensor, "pos _ _"]]
-    of_context: list[Float[Tensor, "pos _ _"]]
-
-    def whole(self) -> list[Float[Tensor, "pos _ _"]]:
-        """Their sums."""
-        return [b + c for b, c in zip(self.of_bias, self.of_context, strict=True)]
-
-
-def bias_outputs(model: KVModel, bias: KVBias, text: Int[Tensor, " pos"]) -> BiasOutputs:
-    """Run ``text`` once with ``bias`` attached; in float64, on the device of the text."""
-    found = BiasOutputs([], [])
+    In float64, on the device of the text.
+    """
+    of_bias, of_context = list[Tensor](), list[Tensor]()
 
     def keep(layer: int, read: HeadsRead) -> None:
         assert read.z_bias is not None  # a bias is attached
-        found.of_bias.append(read.z_bias[0].double().to(text.device))
-        found.of_context.append(read.z_context[0].double().to(text.device))
+        of_bias.append(read.z_bias[0].double().to(text.device))
+        of_context.append(read.z_context[0].double().to(text.device))
 
     with model.kv_bias(bias):
         visit_heads(model, text[None], keep, ("z_context", "z_bias"))
-    return found
+    return of_bias, of_context
 
 
 def share_by_size(

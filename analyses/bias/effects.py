@@ -20,7 +20,7 @@ in :func:`kvlens.analyses.bias.decomposition.bias_by_head`.
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import pandas as pd
 import torch
@@ -71,15 +71,8 @@ KINDS_OF = {"bias": PART_KINDS[:1], "shift_state": PART_KINDS[1:], "both": PART_
 RemovedHeads = Sequence[tuple[int, int]]
 
 
-class Ablation(NamedTuple):
-    """One ablation; ``reference`` is the index of the resampled prompt, -1 for other methods."""
-
-    method: str
-    reference: int
-    part: str
-    layer: int
-    head: int
-
+Ablation = tuple[str, int, str, int, int]
+"""Method, index of the resampled prompt (-1 for other methods), part, layer and head of one ablation."""
 
 COLUMNS = Columns(
     method=("str", "``zero``, ``mean``, ``resample`` or ``baseline``"),
@@ -159,11 +152,11 @@ def bias_effects(
     means = [mean_of(others[: len(others) - len(baseline)])] if len(others) > len(baseline) else []
     exchange = HeadExchange(own, zeros_of(own), *means, *others)
     first = {"zero": 0, "mean": 1, "resample": 2, "baseline": len(means) + len(others)}
-    donor = torch.tensor([first[ablation.method] + max(ablation.reference, 0) for ablation in ablations], dtype=torch.long)
-    chosen = exchange.rows([exchange.of(one.layer, one.head, KINDS_OF[one.part]) for one in ablations])
+    donor = torch.tensor([first[method] + max(reference, 0) for method, reference, *_ in ablations], dtype=torch.long)
+    chosen = exchange.rows([exchange.of(layer, head, KINDS_OF[part]) for *_, part, layer, head in ablations])
     with progress("bias_effects") as tell:
         numbers = _measured(model, text, exchange, chosen, donor, target, tell)
-    which = {name: [getattr(ablation, name) for ablation in ablations] for name in Ablation._fields}
+    which = {name: [ablation[i] for ablation in ablations] for i, name in enumerate([*COLUMNS][:5])}
     return COLUMNS.frame({**which, **numbers})
 
 
@@ -203,7 +196,7 @@ def _ablations(
     n_references = 0 if references is None else references.n_rows
     chosen = {"zero": [ALL], "mean": [ALL], "resample": range(n_references), "baseline": [ALL]}
     ways = [(method, reference) for method in methods for reference in chosen[method]]
-    return [Ablation(*way, part, *unit) for way in ways for part in parts for unit in _units(bias, by, part)]
+    return [(*way, part, *unit) for way in ways for part in parts for unit in _units(bias, by, part)]
 
 
 def _units(bias: KVBias, by: str, part: str) -> list[tuple[int, int]]:

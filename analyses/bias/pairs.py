@@ -30,8 +30,7 @@ which is the prompt's share of the head's output, and of the mass of its normali
 Source: ICLCA sec. 4 for the bias and its continuation; the decomposition is kvlens'.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import pandas as pd
 import torch
@@ -46,6 +45,8 @@ from ..registry import on_its_front_ends
 from ..segments import heads_of_model, stack_layers
 from ..sequences import PromptTokens, converted, one_sequence
 
+_Queries = list[Float[Tensor, "row head d_head"]]
+"""The queries of a text as a model scores them (shifted, after RoPE), layer by layer."""
 _Numbers = Callable[[KVBias], tuple[Float[Tensor, "layer head row d_head"], Float[Tensor, "layer head row"]]]
 """Maps a bias to its b_KV and b_D, or to what probes read from them, in float64 on the CPU."""
 SecondTokens = str | Int[Tensor, "*one second_pos"]
@@ -103,7 +104,7 @@ def circuits(model: HookedKVTransformer, prompt: KVBias | PromptTokens, second_p
     carried_one = carry_bias(model, one, len(then))
     aligned = convert_prompt(model, then, initial=0.0 * one)  # keeps the shift state and the offset
     linear = model.cfg.attention == "linear"
-    numbers = _numbers_stored if linear else _numbers_read(model, _probes_of(model, one, then), [both])
+    numbers = _numbers_stored if linear else _numbers_read(model, _queries_of(model, one, then), both)
     (first, first_d), (second, second_d), (whole, whole_d) = (numbers(b) for b in (one, alone, both))
     carried, carried_d = numbers(carried_one)
     first, second, carried, whole = (x.flatten(2) for x in (first, second, carried, whole))
@@ -121,44 +122,26 @@ def circuits(model: HookedKVTransformer, prompt: KVBias | PromptTokens, second_p
     return CIRCUIT_COLUMNS.frame({"layer": layer, "head": head, **{name: x[heads] for name, x in columns.items()}})
 
 
-class _Probes(NamedTuple):
-    """Queries as a model scores them (shifted, after RoPE), layer by layer, and their positions in the text."""
-
-    queries: list[Float[Tensor, "row head d_head"]]
-    positions: Int[Tensor, " row"]
-
-
-class _Reads(NamedTuple):
-    """What queries read: exp(log_scale) times ``kv`` and ``d``, whose product may overflow."""
-
-    kv: Float[Tensor, "layer head row d_head"]
-    d: Float[Tensor, "layer head row"]
-    log_scale: Float[Tensor, "layer head row"]
-
-    @property
-    def log_normalizer(self) -> Float[Tensor, "layer head row"]:
-        """The logarithm of the term of b_D; NaN where signed weights make it negative."""
-        return self.d.log() + self.log_scale
-
-    def over(self, log_n: Float[Tensor, "layer head row"]) -> tuple[Tensor, Tensor]:
-        """``kv`` and ``d``, divided by n."""
-        factor = (self.log_scale - log_n).exp()
-        return self.kv * factor[..., None], self.d * factor
-
-
 def _numbers_stored(bias: KVBias) -> tuple[Tensor, Tensor]:
     """b_KV and b_D themselves, for biases over the model's own features."""
     return bias.stacked("b_kv").double().cpu(), bias.stacked("b_d").double().cpu()
 
 
-def _numbers_read(model: HookedKVTransformer, probes: _Probes, all_of_it: Sequence[KVBias]) -> _Numbers:
-    """What ``probes`` read from a bias, over the normalizer of ``all_of_it`` together."""
-    log_n = torch.stack([_reads(model, bias, probes).log_normalizer for bias in all_of_it]).logsumexp(dim=0)
+def _numbers_read(model: HookedKVTransformer, queries: _Queries, whole: KVBias) -> _Numbers:
+    """What ``queries`` read from a bias, over the normalizer of ``whole``; NaN where signed weights make that negative."""
+    _, d, log_scale = _reads(model, whole, queries)
+    log_n = d.log() + log_scale
     log_n = torch.where(log_n == -torch.inf, 0.0, log_n)  # a query whose window contains none of them reads 0
-    return lambda bias: _reads(model, bias, probes).over(log_n)
+
+    def numbers(bias: KVBias) -> tuple[Tensor, Tensor]:
+        kv, d, log_scale = _reads(model, bias, queries)
+        factor = (log_scale - log_n).exp()
+        return kv * factor[..., None], d * factor
+
+    return numbers
 
 
-def _probes_of(model: HookedKVTransformer, bias: KVBias, text: Int[Tensor, " pos"]) -> _Probes:
+def _queries_of(model: HookedKVTransformer, bias: KVBias, text: Int[Tensor, " pos"]) -> _Queries:
     """The queries of ``text`` after the prompt of ``bias``."""
     kept = "hook_q"
     if model.cfg.positional_embedding_type == "rotary":
@@ -168,16 +151,20 @@ def _probes_of(model: HookedKVTransformer, bias: KVBias, text: Int[Tensor, " pos
     names = [f"blocks.{layer}.attn.{kept}" for layer in range(model.cfg.n_layers)]
     with model.kv_bias(bias):
         _, cache = model.run_with_cache(text[None], names_filter=names)
-    return _Probes([cache[name][0].double().cpu() for name in names], torch.arange(len(text)))
+    return [cache[name][0].double().cpu() for name in names]
 
 
-def _reads(model: HookedKVTransformer, bias: KVBias, probes: _Probes) -> _Reads:
-    """What each query reads from ``bias``, as if its text followed it, with the model's own scoring."""
+def _reads(
+    model: HookedKVTransformer, bias: KVBias, queries: _Queries
+) -> tuple[Float[Tensor, "layer head row d_head"], Float[Tensor, "layer head row"], Float[Tensor, "layer head row"]]:
+    """What each query reads from ``bias``, as if its text followed it, with the model's own scoring: its parts of b_KV and b_D,
+    and the logarithm of a factor of both, whose product may overflow."""
     bias = bias.per_query_head().to("cpu").to(torch.float64)
     layers = []
     for layer, (block, part) in enumerate(zip(model.blocks, bias.attention, strict=True)):
-        rule, q = block.attn.score_rule(), probes.queries[layer][None]
-        phi = part.features.read(q, rule, probes.positions[None], part.log_scale, part.b_kv, part.b_d)
+        rule, q = block.attn.score_rule(), queries[layer][None]
+        phi = part.features.read(q, rule, torch.arange(q.shape[1])[None], part.log_scale, part.b_kv, part.b_d)
         features = phi.features[0].transpose(0, 1)  # [head, row, d_phi]
         layers.append((features @ part.b_kv[0], (features @ part.b_d[0, ..., None])[..., 0], phi.log_scale[0].T))
-    return _Reads(*(stack_layers(x) for x in zip(*layers, strict=True)))
+    kv, d, log_scale = map(stack_layers, zip(*layers, strict=True))
+    return kv, d, log_scale

@@ -180,16 +180,6 @@ def losses_and_logits(
 # other text throughout.
 
 
-class SwapCosts(NamedTuple):
-    """The increase of the loss, nats, and the standard error of the difference of two kinds; on the diagonal, of one kind.
-
-    NaN for heads that were not measured.
-    """
-
-    costs: Float[Tensor, "kind layer head"]
-    errors: Float[Tensor, "kind kind layer head"]
-
-
 class _Layer(NamedTuple):
     """What one layer's heads write, their attention at each kind of position (0 if there is none), and the difference of v.
 
@@ -208,7 +198,7 @@ def swap_costs(
     donors: RepeatedTokens,
     taps: list[ShiftTaps],
     heads: Bool[Tensor, "layer head"],
-) -> SwapCosts:
+) -> tuple[Float[Tensor, "kind layer head"], Float[Tensor, "kind kind layer head"]]:
     """Swap what each head reads at each kind of position, one at a time.
 
     Args:
@@ -219,7 +209,8 @@ def swap_costs(
         heads: the heads to measure.
 
     Returns:
-        Changes of the mean loss of the next tokens of the second copy.
+        The increase of the mean loss of the next tokens of the second copy, nats, and the standard error of the difference of
+        two kinds; on the diagonal, of one kind. NaN for heads that were not measured.
     """
     starts, layers = residuals(model, repeated), _layers(model, repeated, donors, taps)
     whole, _ = losses_and_logits(model, starts[-1], len(layers), repeated.next_tokens)
@@ -234,7 +225,7 @@ def swap_costs(
         costs[:, layer, head] = change.mean(dim=(1, 2))
         errors[:, :, layer, head] = standard_error(change[:, None] - change)
         errors[:, :, layer, head].diagonal().copy_(standard_error(change))
-    return SwapCosts(costs, errors)
+    return costs, errors
 
 
 def _swapped(own: _Layer, head: int, repeated: RepeatedTokens) -> Float[Tensor, "row pos d_head"]:

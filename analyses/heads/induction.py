@@ -56,35 +56,13 @@ from .verdicts import MATCHES, WORTH_ASKING, Losses, contrasts
 # between the heads and the logits.
 
 
-class HeadMeasures(NamedTuple):
-    """Measures of every head from one run of the text, means over its sequences.
+def measured_heads(
+    model: KVModel, repeated: RepeatedTokens
+) -> tuple[PatternScores, Float[Tensor, "layer head"], list[ShiftTaps]]:
+    """Scores, attributions and shift coefficients (:class:`HeadsFound`), means over the text's sequences.
 
-    Attributes:
-        scores: of the repeated text.
-        control: of the same text whose first copy has other tokens, so that only a head that goes by position attends alike.
-        attribution: to the right next token's logit; NaN in models whose heads do not write to the residual stream directly.
-        taps: the shift coefficients as used.
+    As many sequences are read at a time as memory allows.
     """
-
-    scores: PatternScores
-    control: PatternScores
-    attribution: Float[Tensor, "layer head"]
-    taps: list[ShiftTaps]
-
-
-def measure_heads(model: KVModel, repeated: RepeatedTokens, others: Int[Tensor, "batch piece"]) -> HeadMeasures:
-    """Run the text and its control, as many sequences at a time as memory allows, and average over all of them.
-
-    Args:
-        model: whose heads are measured.
-        repeated: the text.
-        others: the tokens that are the first copy in the control.
-    """
-    scores, attribution, taps = _measured(model, repeated)
-    return HeadMeasures(scores, _measured(model, repeated.control(others))[0], attribution, taps)
-
-
-def _measured(model: KVModel, repeated: RepeatedTokens) -> tuple[PatternScores, Tensor, list[ShiftTaps]]:
     parts = repeated.split(max(1, NUMBERS_PER_PASS // _numbers_per_sequence(model, repeated)))
     scores, attributions, taps = zip(*(_measure_part(model, part) for part in parts), strict=True)
     shares = [len(part.tokens) / len(repeated.tokens) for part in parts]
@@ -249,7 +227,7 @@ def induction_heads(
     found = look_at_heads(
         model, prompt, n_sequences=n_sequences, n_repeated=n_repeated, seed=seed, prepend_bos=prepend_bos, ablations=ablations,
     )  # fmt: skip
-    scores = found.measured.scores
+    scores = found.scores
     contrast = [
         contrasts(scores, found.repeated, kind) if kind in MATCHES else torch.full_like(scores.raw[:, 0], torch.nan)
         for kind in PATTERNS
@@ -273,14 +251,20 @@ class HeadsFound(NamedTuple):
 
     Attributes:
         repeated: the tokens.
-        measured: the measures from a single run.
+        scores: of the repeated text.
+        control: of the same text whose first copy has other tokens, so that only a head that goes by position attends alike.
+        attribution: to the right next token's logit; NaN in models whose heads do not write to the residual stream directly.
+        taps: the shift coefficients as used.
         ablation: the effect of resampling a head's output; NaN unless requested.
         swap_changes: the change of the loss when a head reads another text's token at a kind of position; NaN unless requested.
         losses: both with their errors, for the verdicts; None if they were not measured.
     """
 
     repeated: RepeatedTokens
-    measured: HeadMeasures
+    scores: PatternScores
+    control: PatternScores
+    attribution: Float[Tensor, "layer head"]
+    taps: list[ShiftTaps]
     ablation: AblationEffect
     swap_changes: Float[Tensor, "kind layer head"]
     losses: Losses | None
@@ -304,19 +288,19 @@ def look_at_heads(
     piece = draw_piece(model, n_sequences, n_repeated or 0, generator) if prompt is None else _pieces(model, prompt)
     repeated = repeat_tokens(model, piece, prepend_bos)
     others = draw_piece(model, piece.shape[0], piece.shape[1], generator)
-    measured = measure_heads(model, repeated, others)
+    scores, attribution, taps = measured_heads(model, repeated)
+    measured = (repeated, scores, measured_heads(model, repeated.control(others))[0], attribution, taps)
     unknown = torch.full((len(PATTERNS), model.cfg.n_layers, max(heads_per_layer(model))), torch.nan)
     if not ablations:
-        return HeadsFound(repeated, measured, AblationEffect(*unknown[:3]), unknown, None)
+        return HeadsFound(*measured, AblationEffect(*unknown[:3]), unknown, None)
     donors = repeat_tokens(model, others, prepend_bos)
     with progress("ablating heads") as tell:
         ablated = resampling_ablation(model, repeated, donors, on_progress=tell)
     if model.cfg.attention_variant is not None:
-        return HeadsFound(repeated, measured, ablated, unknown, None)
+        return HeadsFound(*measured, ablated, unknown, None)
     asked = ablated.loss_change.abs() > WORTH_ASKING
-    swaps = swap_costs(model, repeated, donors, measured.taps, asked)
-    losses = Losses(ablated.loss_change, ablated.loss_error, *swaps)
-    return HeadsFound(repeated, measured, ablated, swaps.costs, losses)
+    costs, errors = swap_costs(model, repeated, donors, taps, asked)
+    return HeadsFound(*measured, ablated, costs, Losses(ablated.loss_change, ablated.loss_error, costs, errors))
 
 
 def check_model(model: KVModel) -> None:

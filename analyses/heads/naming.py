@@ -136,8 +136,7 @@ def induction_verdicts(
     found = look_at_heads(
         model, prompt, n_sequences=n_sequences, n_repeated=n_repeated, seed=seed, prepend_bos=prepend_bos, ablations=ablations,
     )  # fmt: skip
-    scores, control = found.measured.scores, found.measured.control
-    verdicts = name_heads(scores, control, found.repeated, found.losses, threshold=threshold, ratio=ratio)
+    verdicts = name_heads(found.scores, found.control, found.repeated, found.losses, threshold=threshold, ratio=ratio)
     return _frame(model, found, verdicts, threshold)
 
 
@@ -147,7 +146,7 @@ def _frame(
     verdicts: list[list[HeadVerdict]],
     threshold: float,
 ) -> pd.DataFrame:
-    measured, heads = found.measured, heads_of_model(model)
+    heads = heads_of_model(model)
     matrices = head_matrices(model)
     linear = [of_layer for of_layer in matrices if of_layer is not None]
     of_heads = [verdicts[layer][head] for layer, head in zip(*(x.tolist() for x in heads), strict=True)]
@@ -158,16 +157,16 @@ def _frame(
         "stretch_share": [verdict.share for verdict in of_heads],
         "stretch_ratio": [verdict.ratio for verdict in of_heads],
         "stretch_start": [verdict.start for verdict in of_heads],
-        "spread": spreads(measured.scores, found.repeated)[heads],
+        "spread": spreads(found.scores, found.repeated)[heads],
         "threshold": threshold,
-        "role": [role for taps in measured.taps for role in roles(taps)],
-        "logit_attribution": measured.attribution[heads],
+        "role": [role for taps in found.taps for role in roles(taps)],
+        "logit_attribution": found.attribution[heads],
         "ablation_loss_change": found.ablation.loss_change[heads],
         "ablation_loss_error": found.ablation.loss_error[heads],
         "ablation_logit_change": found.ablation.logit_change[heads],
-        "displacement": torch.cat([displacement(taps) for taps in measured.taps]),
+        "displacement": torch.cat([displacement(taps) for taps in found.taps]),
     }
-    for name, taps in (("alpha", [t.k for t in measured.taps]), ("beta", [t.v for t in measured.taps])):
+    for name, taps in (("alpha", [t.k for t in found.taps]), ("beta", [t.v for t in found.taps])):
         by_lag = torch.nn.functional.pad(torch.cat(taps), (0, 1))  # append a zero, since without a shift there is one column
         columns |= {f"{name}_1": by_lag[..., 0], f"{name}_2": by_lag[..., 1]}
     composed = composition_scores(linear, "K") if len(linear) == len(matrices) else None

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from huggingface_hub import cached_assets_path
@@ -199,11 +198,8 @@ class TokenWindows:
         return torch.cat([windows.new_full((len(windows), 1), self.bos_token_id), windows], dim=1)
 
 
-class Tokenized(NamedTuple):
-    """The tokens of each split, and the tokenizer if it was trained on them (else None)."""
-
-    windows: Mapping[str, TokenWindows]
-    tokenizer: PreTrainedTokenizerFast | None
+Tokenized = tuple[Mapping[str, TokenWindows], PreTrainedTokenizerFast | None]
+"""The tokens of each split, and the tokenizer if it was trained on them (else None)."""
 
 
 def kept_tokens(of: Mapping[str, object], make: Callable[[], Tokenized]) -> Tokenized:
@@ -229,11 +225,12 @@ def kept_tokens(of: Mapping[str, object], make: Callable[[], Tokenized]) -> Toke
 
 
 def _write(path: Path, made: Tokenized) -> None:
-    tokens = {split: windows.tokens.to(torch.int32) for split, windows in made.windows.items()}
-    facts = {split: [windows.bos_token_id, windows.n_chars] for split, windows in made.windows.items()}
+    splits, tokenizer = made
+    tokens = {split: windows.tokens.to(torch.int32) for split, windows in splits.items()}
+    facts = {split: [windows.bos_token_id, windows.n_chars] for split, windows in splits.items()}
     header = {"format": FORMAT, "format_version": str(FORMAT_VERSION), "windows": json.dumps(facts)}
-    if made.tokenizer is not None:
-        header["tokenizer"] = made.tokenizer.backend_tokenizer.to_str()
+    if tokenizer is not None:
+        header["tokenizer"] = tokenizer.backend_tokenizer.to_str()
     write_atomically(path, checked_tensor_bytes(tokens, header))
 
 
@@ -244,4 +241,4 @@ def _read(path: Path) -> Tokenized:
         for split, (bos, n_chars) in json.loads(header["windows"]).items()
     }
     trained = header.get("tokenizer")
-    return Tokenized(windows, None if trained is None else restored_tokenizer(Tokenizer.from_str(trained)))
+    return windows, None if trained is None else restored_tokenizer(Tokenizer.from_str(trained))

@@ -15,13 +15,13 @@ import csv
 import itertools
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import BertForSequenceClassification, PreTrainedTokenizerBase
 
@@ -179,15 +179,8 @@ LONGEST = 128
 Numbers = Float[np.ndarray, " example"]
 
 
-class Examples(NamedTuple):
-    """Sentences, and whether each is acceptable, 1 or 0."""
-
-    sentences: list[str]
-    labels: Numbers
-
-
-def read_examples(folder: str | Path, split: str) -> Examples:
-    """``train`` or ``dev`` of a folder of CoLA.
+def read_examples(folder: str | Path, split: str) -> tuple[list[str], Numbers]:
+    """The sentences of ``train`` or ``dev`` of a folder of CoLA, and whether each is acceptable, 1 or 0.
 
     Raises:
         KVLensError: a missing file or column, or an invalid label.
@@ -201,7 +194,7 @@ def read_examples(folder: str | Path, split: str) -> Examples:
     labels = pd.to_numeric(table[1], errors="coerce")
     if labels.isna().any():
         raise KVLensError(f"cola: {path}: {table[1][labels.isna()].iloc[0]!r} is no label")
-    return Examples(table[3].tolist(), labels.to_numpy(float))
+    return table[3].tolist(), labels.to_numpy(float)
 
 
 def matthews(predicted: Numbers, labels: Numbers) -> float:
@@ -236,38 +229,37 @@ def fine_tune(
     Raises:
         KVLensError: as :func:`read_examples`.
     """
-    train, dev = (read_examples(folder, split) for split in ("train", "dev"))
+    (train, train_labels), (dev, dev_labels) = (read_examples(folder, split) for split in ("train", "dev"))
     optimizer, rows = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True), []
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         for epoch in range(1, epochs + 1):
             model.train()
-            order, losses = torch.randperm(len(train.labels)), []
+            order, losses = torch.randperm(len(train)), []
             for part in order.split(batch_size):
-                scores = _scores(model, tokenizer, train, part)
-                wanted = torch.from_numpy(train.labels[part.numpy()]).to(scores.device)
+                scores = _scores(model, tokenizer, [train[i] for i in part.tolist()])
+                wanted = torch.from_numpy(train_labels[part.numpy()]).to(scores.device)
                 loss = torch.nn.functional.cross_entropy(scores, wanted.long())
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 optimizer.step()
                 losses.append(float(loss.detach()))
-            found = matthews(_classify(model, tokenizer, dev, batch_size), dev.labels)
+            found = matthews(_classify(model, tokenizer, dev, batch_size), dev_labels)
             rows.append({"epoch": epoch, "train_loss": float(np.mean(losses)), "matthews": found})
     return pd.DataFrame(rows)
 
 
 @torch.no_grad()
-def _classify(model: Any, tokenizer: Any, examples: Examples, batch_size: int) -> Numbers:
+def _classify(model: Any, tokenizer: Any, sentences: list[str], batch_size: int) -> Numbers:
     """The classes, without dropout."""
     model.eval()
-    parts = torch.arange(len(examples.labels)).split(batch_size)
-    scores = torch.cat([_scores(model, tokenizer, examples, part) for part in parts])
+    parts = (sentences[i : i + batch_size] for i in range(0, len(sentences), batch_size))
+    scores = torch.cat([_scores(model, tokenizer, part) for part in parts])
     return scores.argmax(dim=-1).double().cpu().numpy()
 
 
-def _scores(model: Any, tokenizer: Any, examples: Examples, rows: Int[Tensor, " row"]) -> Float[Tensor, "row 2"]:
-    sentences = [examples.sentences[i] for i in rows.tolist()]
+def _scores(model: Any, tokenizer: Any, sentences: list[str]) -> Float[Tensor, "sentence 2"]:
     inputs = tokenizer(sentences, padding=True, truncation=True, max_length=LONGEST, return_tensors="pt")
     device = next(model.parameters()).device
     return model(**{name: x.to(device) for name, x in inputs.items()}).logits

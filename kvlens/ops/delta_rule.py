@@ -33,17 +33,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kvlens.checks import Count, doors, ensure
-from kvlens.ops.linear_attention import without_padding
+from kvlens.ops.linear_attention import OutputAndState, without_padding
 
 LOWEST_LOG_DECAY = -100.0
 """A factor e^-100 = 4e-44 erases a state in any precision, while sums of such steps keep their digits and avoid -inf."""
-
-
-class DeltaRuleOutput(NamedTuple):
-    """z per token, and the state after the last real token if it was requested."""
-
-    output: Float[Tensor, "batch pos head d_v"]
-    final_state: Float[Tensor, "batch head d_k d_v"] | None
 
 
 class CarriedOutput(NamedTuple):
@@ -101,7 +94,7 @@ def naive_delta_rule(
     mask: Bool[Tensor, "#batch pos"] | None = None,
     initial_state: Float[Tensor, "#batch head d_k d_v"] | None = None,
     output_final_state: bool = False,
-) -> DeltaRuleOutput:
+) -> OutputAndState:
     """S_t = T_t S_{t-1} + b_t k_t v_t^T and z_t = S_t^T q_t (arguments at the top)."""
     group = v.shape[2] // k.shape[2]
     maps = naive_token_maps(k, log_decay, write_strength, mask)
@@ -113,7 +106,7 @@ def naive_delta_rule(
         S = maps[:, t] @ S + write_strength[:, t, :, None, None] * key[..., :, None] * v[:, t, :, None, :]
         outputs.append(torch.einsum("bhkd,bhk->bhd", S, query))
     z = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v)
-    return DeltaRuleOutput(z, S if output_final_state else None)
+    return z, S if output_final_state else None
 
 
 def naive_token_maps(
@@ -341,12 +334,12 @@ def chunked_delta_rule(
     initial_state: Float[Tensor, "#batch head d_k d_v"] | None = None,
     output_final_state: bool = False,
     chunk_size: int = CHUNK_SIZE,
-) -> DeltaRuleOutput:
+) -> OutputAndState:
     """z, and the state after the last real token (arguments at the top; ``chunk_size`` changes speed, not the result)."""
     state = starting_state(initial_state, v, k.shape[-1])
     chunks = chunks_of(q, k, log_decay, write_strength, mask, chunk_size, v)
     z, final = _scan(chunks, state)
-    return DeltaRuleOutput(chunks.joined(z), final if output_final_state else None)
+    return chunks.joined(z), final if output_final_state else None
 
 
 def carried_delta_rule(
@@ -468,7 +461,7 @@ def recurrent_delta_rule(
     mask: Bool[Tensor, "#batch pos"] | None = None,
     initial_state: Float[Tensor, "#batch head d_k d_v"] | None = None,
     output_final_state: bool = False,
-) -> DeltaRuleOutput:
+) -> OutputAndState:
     """S = Diag(a) S + b k (v - (Diag(a) S)^T k)^T, then z = S^T q (arguments at the top)."""
     k, log_decay, write_strength, (q, v) = masked(mask, k, log_decay, write_strength, q, v)
     group = v.shape[2] // k.shape[2]
@@ -485,7 +478,7 @@ def recurrent_delta_rule(
         state = state + key.transpose(-1, -2) * change
         outputs.append((q[:, t, :, None] @ state).squeeze(2))
     z = torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v)
-    return DeltaRuleOutput(z, state if output_final_state else None)
+    return z, state if output_final_state else None
 
 
 def recurrent_carried_delta_rule(

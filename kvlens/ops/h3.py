@@ -40,13 +40,6 @@ class H3State(NamedTuple):
     states: Float[Tensor, "#batch head state d_k d_v"]
 
 
-class H3Output(NamedTuple):
-    """z per token, and the state after the last one."""
-
-    output: Float[Tensor, "batch pos head d_v"]
-    state: H3State
-
-
 def h3_attention(
     q: Float[Tensor, "batch pos head d_k"],
     k: Float[Tensor, "batch pos head d_k"],
@@ -54,8 +47,8 @@ def h3_attention(
     shift: Float[Tensor, "head d_k kernel"],
     ssm: DiagonalSSM,
     initial_state: H3State | None = None,
-) -> H3Output:
-    """One token after the other, one line an equation.
+) -> tuple[Float[Tensor, "batch pos head d_v"], H3State]:
+    """z per token and the state after the last one: one token after the other, one line an equation.
 
     Args:
         q, k, v: projections of the input.
@@ -73,7 +66,7 @@ def h3_attention(
         X = ssm.A[:, :, None, None] * X + ssm.B[:, :, None, None] * written[:, :, None]
         memory = (ssm.C[:, :, None, None] * X).sum(dim=2) + ssm.D[:, None, None] * written
         outputs.append(torch.einsum("bhkv,bhk->bhv", memory, q[:, t]))
-    return H3Output(torch.stack(outputs, dim=1) if outputs else v, H3State(last_k, X))
+    return torch.stack(outputs, dim=1) if outputs else v, H3State(last_k, X)
 
 
 def effective_attention(

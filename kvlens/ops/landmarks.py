@@ -194,15 +194,6 @@ class LayerKeys(NamedTuple):
     values: Float[Tensor, "batch kv_head r d_head"]
 
 
-class Shares(NamedTuple):
-    """psi, p, a and z of a block of queries, by cell."""
-
-    psi: Float[Tensor, "cell row key"]
-    p: Float[Tensor, "cell row"]
-    a: Float[Tensor, "cell row d_head"]
-    z: Float[Tensor, "cell row d_head"]
-
-
 class Statistics(NamedTuple):
     """Sums over the queries, from which keys are chosen.
 
@@ -231,11 +222,15 @@ def key_shares(queries: Queries, prompt: PromptKeys) -> Float[Tensor, "cell row 
     return rearrange(scores.sub_(log_n).exp_(), "b g row key -> (b g) row key")
 
 
-def shares(queries: Queries, prompt: PromptKeys) -> Shares:
+def shares(
+    queries: Queries, prompt: PromptKeys
+) -> tuple[
+    Float[Tensor, "cell row key"], Float[Tensor, "cell row"], Float[Tensor, "cell row d_head"], Float[Tensor, "cell row d_head"]
+]:
     """The share psi of every key, the prompt's shares p and a of normalizer and output, and the whole output z."""
     psi = key_shares(queries, prompt)
     z = rearrange(queries.z, "b i (g s) d -> (b g) (i s) d", g=prompt.keys.shape[1])
-    return Shares(psi, psi.sum(dim=-1), psi @ rearrange(prompt.values, "b g key d -> (b g) key d"), z)
+    return psi, psi.sum(dim=-1), psi @ rearrange(prompt.values, "b g key d -> (b g) key d"), z
 
 
 def blocks_of(queries: Queries, n_keys: int) -> Iterator[Queries]:

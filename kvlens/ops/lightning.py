@@ -8,8 +8,6 @@ First the three forms, naive, chunked and recurrent, with flash-linear-attention
     kbar_j = a^{M-1-j} k_j        qbar_i = a^{i+1} q_i        P = a^M        A_ij = a^{i-j} q_i.k_j (j <= i)
 """
 
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -18,19 +16,13 @@ from kvlens.checks import doors
 from kvlens.ops.linear_attention import (
     LinearAttentionOutput,
     LinearAttentionState,
+    OutputAndState,
     chunked_linear_attention,
     naive_linear_attention,
     real_steps,
     recurrent_linear_attention,
     without_padding,
 )
-
-
-class LightningOutput(NamedTuple):
-    """z per token, and the state after the last real token if it was requested."""
-
-    output: Float[Tensor, "batch pos head d_v"]
-    final_state: Float[Tensor, "batch head d_k d_v"] | None
 
 
 def naive_lightning(
@@ -41,7 +33,7 @@ def naive_lightning(
     mask: Bool[Tensor, "#batch pos"] | None = None,
     initial_state: Float[Tensor, "#batch head d_k d_v"] | None = None,
     output_final_state: bool = False,
-) -> LightningOutput:
+) -> OutputAndState:
     """Token by token, one line per equation: the reference.
 
     Args:
@@ -63,7 +55,7 @@ def chunked_lightning(
     mask: Bool[Tensor, "#batch pos"] | None = None,
     initial_state: Float[Tensor, "#batch head d_k d_v"] | None = None,
     output_final_state: bool = False,
-) -> LightningOutput:
+) -> OutputAndState:
     """Matrix products within chunks, one state from chunk to chunk (arguments as in :func:`naive_lightning`)."""
     state = _state(initial_state)
     return _output(chunked_linear_attention(q, k, v, None, None, log_decay.exp(), mask, state), output_final_state)
@@ -77,7 +69,7 @@ def recurrent_lightning(
     mask: Bool[Tensor, "#batch pos"] | None = None,
     initial_state: Float[Tensor, "#batch head d_k d_v"] | None = None,
     output_final_state: bool = False,
-) -> LightningOutput:
+) -> OutputAndState:
     """One update and one read per token, for decoding (arguments as in :func:`naive_lightning`)."""
     state = _state(initial_state)
     return _output(recurrent_linear_attention(q, k, v, None, None, log_decay.exp(), mask, state), output_final_state)
@@ -87,8 +79,8 @@ def _state(initial_state: Tensor | None) -> LinearAttentionState | None:
     return None if initial_state is None else LinearAttentionState(initial_state, None)
 
 
-def _output(out: LinearAttentionOutput, output_final_state: bool) -> LightningOutput:
-    return LightningOutput(out.numerator, out.state.kv if output_final_state else None)
+def _output(out: LinearAttentionOutput, output_final_state: bool) -> OutputAndState:
+    return out.numerator, out.state.kv if output_final_state else None
 
 
 # What is carried across a span of tokens: powers of the decay, counted over real tokens.

@@ -40,6 +40,10 @@ class LinearAttentionState(NamedTuple):
     k_sum: Float[Tensor, "#batch kv_head d_phi"] | None
 
 
+OutputAndState = tuple[Float[Tensor, "batch pos head d_v"], Float[Tensor, "batch head d_k d_v"] | None]
+"""What a recurrence without a normalizer returns: z per token, and the state after the last real token if it was requested."""
+
+
 class LinearAttentionOutput(NamedTuple):
     """The output before division, its normalizer (None under "none"), and the state after the last real token."""
 
@@ -351,11 +355,11 @@ def _numerator(
     q = rearrange(phi_q, "b (c t) (k g) f -> (b k c) (g t) f", t=size, k=n_kv)
     k, values = (rearrange(x, "b (c t) k f -> (b k c) t f", t=size) for x in (phi_k, v))
 
-    weight = _weights(decay, mask, batch, n_chunks, size, group, q)
-    scores = (q @ k.transpose(1, 2)).mul_(weight.within)
-    added = (k if weight.key is None else k * weight.key).transpose(1, 2) @ values
-    states = _states_before(before, added.unflatten(0, (batch, n_kv, n_chunks)), weight.chunk)
-    read = (q if weight.query is None else q * weight.query) @ states[:, :, :-1].flatten(0, 2)
+    of_scores, of_query, of_key, of_state = _weights(decay, mask, batch, n_chunks, size, group, q)
+    scores = (q @ k.transpose(1, 2)).mul_(of_scores)
+    added = (k if of_key is None else k * of_key).transpose(1, 2) @ values
+    states = _states_before(before, added.unflatten(0, (batch, n_kv, n_chunks)), of_state)
+    read = (q if of_query is None else q * of_query) @ states[:, :, :-1].flatten(0, 2)
     numerator = read.baddbmm_(scores, values)
     numerator = rearrange(numerator, "(b k c) (g t) d -> b c t k g d", b=batch, k=n_kv, g=group)
     return numerator, states[:, :, -1]
@@ -370,21 +374,13 @@ def _states_before(before: Tensor, added: Tensor, chunk_weight: Tensor | None) -
     return torch.stack(states, dim=2)
 
 
-class _Weights(NamedTuple):
-    """Powers of gamma within a chunk, each shaped to multiply what it is named after; without decay, a triangle of ones."""
-
-    within: Tensor
-    query: Tensor | None
-    key: Tensor | None
-    chunk: Tensor | None
-
-
 def _weights(
     decay: Tensor | None, mask: Tensor | None, batch: int, n_chunks: int, size: int, group: int, like: Tensor
-) -> _Weights:
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Powers of gamma within a chunk that multiply scores, queries, keys and the state; without decay, a triangle of ones."""
     triangle = torch.ones(size, size, device=like.device, dtype=like.dtype).tril()
     if decay is None:
-        return _Weights(triangle.repeat(group, 1), None, None, None)
+        return triangle.repeat(group, 1), None, None, None
     if mask is None:
         mask = torch.ones(1, n_chunks * size, dtype=torch.bool, device=like.device)
     real = torch.nn.functional.pad(mask, (0, n_chunks * size - mask.shape[1]))
@@ -396,7 +392,7 @@ def _weights(
         """[batch or 1, kv_head, chunk, ...] flattened to match the first axis of q, k and the scores."""
         return weight.expand(batch, *weight.shape[1:]).flatten(0, 2)
 
-    return _Weights(
+    return (
         rows(within.repeat(1, 1, 1, group, 1)),
         rows((gamma**steps).repeat(1, 1, 1, group)[..., None]),
         rows((gamma ** (steps[..., -1:] - steps))[..., None]),

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from kvlens.checks import doors
 from kvlens.ops.delta_rule import starting_state
-from kvlens.ops.ssd import SSDOutput, by_head, summed_decay
+from kvlens.ops.linear_attention import OutputAndState
+from kvlens.ops.ssd import by_head, summed_decay
 
 KeyRows = Float[Tensor, "batch pos key_head d_k"]
 Values = Float[Tensor, "batch pos head d_v"]
@@ -38,7 +39,7 @@ def selective_scan(
     mask: Mask | None = None,
     initial_state: Float[Tensor, "#batch head d_k d_v"] | None = None,
     output_final_state: bool = False,
-) -> SSDOutput:
+) -> OutputAndState:
     """One token after the other, one line an equation, as Transformers runs it without CUDA kernels.
 
     Args:
@@ -60,7 +61,7 @@ def selective_scan(
         key, query = (by_head(x[t], n_heads)[:, 0, :, :, None] for x in (keys, queries))
         state = kept[:, t, :, :, None] * state + written[:, t, :, None, None] * key * values[:, t, :, None]
         outputs.append((state * query).sum(dim=2))
-    return SSDOutput(torch.stack(outputs, dim=1) if outputs else v, state if output_final_state else None)
+    return torch.stack(outputs, dim=1) if outputs else v, state if output_final_state else None
 
 
 def carried_queries(q: KeyRows, log_decay: LogDecay, mask: Mask | None = None) -> Float[Tensor, "batch pos head d_k"]:

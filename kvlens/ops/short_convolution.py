@@ -7,8 +7,6 @@ token, however many padded positions lie in between: the real tokens are moved t
 round as they do without padding. First the naive form, token by token, then the fast one.
 """
 
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -16,12 +14,8 @@ from torch import Tensor
 from kvlens.checks import doors
 from kvlens.errors import KVLensError
 
-
-class ShortConvolutionOutput(NamedTuple):
-    """The convolved rows, and the last K - 1 raw rows of [initial state; real tokens] if they were requested."""
-
-    output: Float[Tensor, "batch pos channel"]
-    final_state: Float[Tensor, "batch rows channel"] | None
+Convolved = tuple[Float[Tensor, "batch pos channel"], Float[Tensor, "batch rows channel"] | None]
+"""The convolved rows, and the last K - 1 raw rows of [initial state; real tokens] if they were requested."""
 
 
 def naive_short_convolution(
@@ -31,7 +25,7 @@ def naive_short_convolution(
     mask: Bool[Tensor, "#batch pos"] | None = None,
     initial_state: Float[Tensor, "#batch rows channel"] | None = None,
     output_final_state: bool = False,
-) -> ShortConvolutionOutput:
+) -> Convolved:
     """y_t = sum_s w_{K-1-s} x_{t-s} + bias over the real tokens of each row."""
     batch, pos, channels = x.shape
     kernel = weight.shape[1]
@@ -48,7 +42,7 @@ def naive_short_convolution(
             window = torch.stack(past[len(past) - kernel :], dim=1)
             output[b, t] = (window * weight).sum(1) + (0 if bias is None else bias)
         last.append(torch.stack(past[len(past) - kernel + 1 :]) if kernel > 1 else x.new_zeros(0, channels))
-    return ShortConvolutionOutput(output, torch.stack(last) if output_final_state else None)
+    return output, torch.stack(last) if output_final_state else None
 
 
 def short_convolution(
@@ -58,7 +52,7 @@ def short_convolution(
     mask: Bool[Tensor, "#batch pos"] | None = None,
     initial_state: Float[Tensor, "#batch rows channel"] | None = None,
     output_final_state: bool = False,
-) -> ShortConvolutionOutput:
+) -> Convolved:
     """Convolve each channel with its own filter.
 
     Args:
@@ -81,16 +75,16 @@ def short_convolution(
         )
     initial_state = initial_state.to(x).expand(x.shape[0], -1, -1)
     if not x.shape[1]:
-        return ShortConvolutionOutput(x, initial_state.clone() if output_final_state else None)
+        return x, initial_state.clone() if output_final_state else None
     order = None if mask is None else _real_tokens_first(mask.expand(x.shape[0], -1))
     extended = torch.cat([initial_state, x if order is None else _taken(x, order)], dim=1)
     filters, added = weight.to(x).unsqueeze(1), None if bias is None else bias.to(x)
     output = torch.nn.functional.conv1d(extended.transpose(1, 2), filters, added, groups=x.shape[2]).transpose(1, 2)
     if mask is None or order is None:
-        return ShortConvolutionOutput(output, extended[:, x.shape[1] :].clone() if output_final_state else None)
+        return output, extended[:, x.shape[1] :].clone() if output_final_state else None
     output = torch.where(mask[..., None], _taken(output, order.argsort(dim=1)), 0.0)
     last = mask.expand(x.shape[0], -1).sum(dim=1, keepdim=True) + torch.arange(rows, device=x.device)
-    return ShortConvolutionOutput(output, _taken(extended, last) if output_final_state else None)
+    return output, _taken(extended, last) if output_final_state else None
 
 
 def _real_tokens_first(mask: Bool[Tensor, "batch pos"]) -> Int[Tensor, "batch pos"]:

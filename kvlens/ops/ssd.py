@@ -11,23 +11,15 @@ then what is carried over a sequence of M tokens, with G = cumsum(log a):
 Tensors are named as in :mod:`kvlens.ops.delta_rule`, whose T_t also removes what stood at the key.
 """
 
-from typing import NamedTuple
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvlens.checks import doors
 from kvlens.ops.delta_rule import LOWEST_LOG_DECAY, starting_state
+from kvlens.ops.linear_attention import OutputAndState
 
 CHUNK_SIZE = 64
-
-
-class SSDOutput(NamedTuple):
-    """z per token, and the state after the last real token where it was asked for."""
-
-    output: Float[Tensor, "batch pos head d_v"]
-    final_state: Float[Tensor, "batch head d_k d_v"] | None
 
 
 def naive_ssd(
@@ -39,7 +31,7 @@ def naive_ssd(
     mask: Bool[Tensor, "#batch pos"] | None = None,
     initial_state: Float[Tensor, "#batch head d_k d_v"] | None = None,
     output_final_state: bool = False,
-) -> SSDOutput:
+) -> OutputAndState:
     """One token after the other, one line an equation: the reference.
 
     Args:
@@ -62,7 +54,7 @@ def naive_ssd(
         state = torch.where(real.to(after.device), after, state)
         outputs.append((state.mT @ q[:, t, :, :, None])[..., 0] * real.to(state)[..., 0])
     z = torch.stack(outputs, dim=1) if outputs else v
-    return SSDOutput(z, state if output_final_state else None)
+    return z, state if output_final_state else None
 
 
 def chunked_ssd(
@@ -74,7 +66,7 @@ def chunked_ssd(
     mask: Bool[Tensor, "#batch pos"] | None = None,
     initial_state: Float[Tensor, "#batch head d_k d_v"] | None = None,
     output_final_state: bool = False,
-) -> SSDOutput:
+) -> OutputAndState:
     """Matrix products within chunks, one state from chunk to chunk (arguments as in :func:`naive_ssd`)."""
     pos = v.shape[1]
     state = starting_state(initial_state, v, k.shape[3])
@@ -90,7 +82,7 @@ def chunked_ssd(
         kept = (decay if here is None else decay.masked_fill(~here[..., None], 0.0)).sum(dim=1).exp()
         written = torch.einsum("bjhk,bjhv->bhkv", carried_keys(k[:, some], decay, write, here), values)
         state = kept[..., None, None].to(state) * state + written
-    return SSDOutput(torch.cat(outputs, dim=1) if outputs else v, state if output_final_state else None)
+    return torch.cat(outputs, dim=1) if outputs else v, state if output_final_state else None
 
 
 def recurrent_ssd(
@@ -102,7 +94,7 @@ def recurrent_ssd(
     mask: Bool[Tensor, "#batch pos"] | None = None,
     initial_state: Float[Tensor, "#batch head d_k d_v"] | None = None,
     output_final_state: bool = False,
-) -> SSDOutput:
+) -> OutputAndState:
     """One update and one read per token, for decoding (arguments as in :func:`naive_ssd`)."""
     return naive_ssd(q, k, v, log_decay, write_strength, mask, initial_state, output_final_state)
 

@@ -11,7 +11,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from zipfile import is_zipfile
 
 import torch
@@ -37,14 +37,6 @@ BUFFER = re.compile(
     r"|causal_mask|position_ids|num_batches_tracked)$"
 )
 """Tensors that some files hold although they follow from the configuration: masks, positions, rotary frequencies."""
-
-
-class StoredTensor(NamedTuple):
-    """What the header of a file says of a tensor."""
-
-    name: str
-    is_integer: bool
-    size: int
 
 
 def check_checkpoint(door: str, folder: Path) -> int:
@@ -88,14 +80,14 @@ def check_checkpoint(door: str, folder: Path) -> int:
     stored = [tensor for path in files for tensor in _headers(path)]
     check_architectures(door, config)
     check_positions(door, config)
-    check_counts(door, folder, config, [tensor.name for tensor in stored])
-    integers = sorted(tensor.name for tensor in stored if tensor.is_integer and not BUFFER.search(tensor.name))
+    check_counts(door, folder, config, [name for name, *_ in stored])
+    integers = sorted(name for name, is_integer, _ in stored if is_integer and not BUFFER.search(name))
     if integers and not config.get("quantization_config"):
         raise KVLensError(
             f"{door}: the weights in {folder} hold integers ({integers[:3]}), and its configuration has no quantization_config "
             "that says what they stand for; use a copy of the model that is not quantized"
         )
-    return sum(tensor.size for tensor in stored)
+    return sum(size for *_, size in stored)
 
 
 def check_positions(door: str, config: Mapping[str, Any]) -> None:
@@ -217,19 +209,19 @@ def indexed_files(index: Path, wanted: Callable[[str], bool] = lambda name: True
     return paths
 
 
-def _headers(path: Path) -> Iterator[StoredTensor]:
-    """What a file says of its tensors."""
+def _headers(path: Path) -> Iterator[tuple[str, bool, int]]:
+    """Of each tensor in a file: its name, whether it holds integers, and how many numbers."""
     if path.suffix == ".safetensors":
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 (it has no __iter__)
                     tensor = file.get_slice(name)
-                    yield StoredTensor(name, tensor.get_dtype().startswith(("I", "U", "BOOL")), math.prod(tensor.get_shape()))
+                    yield name, tensor.get_dtype().startswith(("I", "U", "BOOL")), math.prod(tensor.get_shape())
         except (SafetensorError, OSError) as error:
             raise KVLensError(f"{path} is truncated or no safetensors file ({error})") from error
     else:
         for name, tensor in _read_torch(path, lambda name: True).items():
-            yield StoredTensor(name, not tensor.is_floating_point(), tensor.numel())
+            yield name, not tensor.is_floating_point(), tensor.numel()
 
 
 def _read_safetensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:

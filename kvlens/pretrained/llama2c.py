@@ -32,7 +32,6 @@ import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -245,18 +244,6 @@ _LONGEST = 4096
 """A token of more bytes than this means that the file is damaged."""
 
 
-class ScoredToken(NamedTuple):
-    """One entry of the file.
-
-    Attributes:
-        text: text of the token.
-        score: pairs of tokens are merged into this one in order of decreasing score.
-    """
-
-    text: str
-    score: float
-
-
 def read_llama2c_tokenizer(path: str | Path, vocab: int) -> PreTrainedTokenizerFast:
     """Read a tokenizer.
 
@@ -281,13 +268,14 @@ def read_llama2c_tokenizer(path: str | Path, vocab: int) -> PreTrainedTokenizerF
     return _as_hugging_face(tokens, path)
 
 
-def _read_tokens(path: Path) -> list[ScoredToken]:
+def _read_tokens(path: Path) -> list[tuple[str, float]]:
+    """Text and score of each token: pairs of tokens are merged into one in order of decreasing score."""
     check_regular("from_llama2c", path)
     try:
         raw = path.read_bytes()
     except OSError as error:
         raise KVLensError(f"from_llama2c: cannot read {path}: {reason(error)}") from error
-    tokens: list[ScoredToken] = []
+    tokens = list[tuple[str, float]]()
     at = 4
     while at < len(raw):
         where = f"from_llama2c: the tokenizer {path} is truncated or damaged at token {len(tokens)}"
@@ -300,16 +288,16 @@ def _read_tokens(path: Path) -> list[ScoredToken]:
         if at + length > len(raw):
             raise KVLensError(f"{where}: it has {length} bytes, {len(raw) - at} are left")
         try:
-            tokens.append(ScoredToken(raw[at : at + length].decode("utf-8"), score))
+            tokens.append((raw[at : at + length].decode("utf-8"), score))
         except UnicodeDecodeError as error:
             raise KVLensError(f"{where}: its bytes are not UTF-8 text") from error
         at += length
     return tokens
 
 
-def _as_hugging_face(tokens: list[ScoredToken], path: Path) -> PreTrainedTokenizerFast:
+def _as_hugging_face(tokens: list[tuple[str, float]], path: Path) -> PreTrainedTokenizerFast:
     names = {UNK_ID: UNK, BOS_ID: BOS, EOS_ID: EOS}  # the file pads two of them with line breaks
-    ids = {names.get(number, token.text): number for number, token in enumerate(tokens)}
+    ids = {names.get(number, text): number for number, (text, _) in enumerate(tokens)}
     if len(tokens) <= EOS_ID or len(ids) != len(tokens):
         raise KVLensError(
             f"from_llama2c: the tokenizer {path} is damaged: {len(tokens)} tokens, of which {len(ids)} differ; expected at "
@@ -322,9 +310,8 @@ def _as_hugging_face(tokens: list[ScoredToken], path: Path) -> PreTrainedTokeniz
     return with_bos(tokenizer, str(path), bos_token=BOS, eos_token=EOS, pad_token=EOS, unk_token=UNK)
 
 
-def _merges(tokens: list[ScoredToken], ids: dict[str, int]) -> list[tuple[str, str]]:
+def _merges(tokens: list[tuple[str, float]], ids: dict[str, int]) -> list[tuple[str, str]]:
     """Every way to split a token into two tokens, those of the token with the highest score first."""
-    order = sorted(range(EOS_ID + 1, len(tokens)), key=lambda number: (-tokens[number].score, number))
-    texts = [tokens[number].text for number in order]
-    splits = ((text[:cut], text[cut:]) for text in texts for cut in range(1, len(text)))
+    ordered = sorted(tokens[EOS_ID + 1 :], key=lambda token: -token[1])  # equal ones stay in the file's order
+    splits = ((text[:cut], text[cut:]) for text, _ in ordered for cut in range(1, len(text)))
     return [(left, right) for left, right in splits if left in ids and right in ids]

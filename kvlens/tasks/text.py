@@ -78,7 +78,7 @@ class TextTask(Task):
         """The given tokenizer, or the one trained on the training part."""
         if self.tokenizer is not None:
             return read_tokenizer(self.tokenizer)
-        trained = self._tokenized.tokenizer
+        _, trained = self._tokenized
         assert trained is not None
         return trained
 
@@ -95,7 +95,7 @@ class TextTask(Task):
     @property
     def windows(self) -> Mapping[str, TokenWindows]:
         """The tokens of each split."""
-        return self._tokenized.windows
+        return self._tokenized[0]
 
     @cached_property
     def _tokenized(self) -> Tokenized:
@@ -154,7 +154,7 @@ def tokenized(texts: Mapping[str, Sequence[str]], given: PreTrainedTokenizerFast
     """The tokens of each split by the ``given`` tokenizer, or by one of ``vocab_size`` trained on the training part."""
     tokenizer = train_bpe_tokenizer(texts["train"], vocab_size) if given is None else given
     windows = {split: TokenWindows.from_texts(part, tokenizer) for split, part in texts.items()}
-    return Tokenized(windows, tokenizer if given is None else None)
+    return windows, tokenizer if given is None else None
 
 
 @cache

@@ -88,7 +88,7 @@ WITH_STATES = ["qwen3_5", "nemotron_h", "falcon_h1_direct", "mamba2", "lfm2"]
     [
         *itertools.product(WITH_STATES, registry.analyses()),
         # those that run on attention alone are compared below
-        *(("llama", name) for name, reasons in registry.NOT_ON.items() if reasons.softmax),
+        *(("llama", name) for name, reasons in registry.NOT_ON.items() if registry.SOFTMAX in reasons),
     ],
 )
 def test_an_analysis_runs_or_says_why_not(family, name, bridge_of):
@@ -124,7 +124,7 @@ def compared(name, found):
 @pytest.mark.parametrize(
     ("family", "name"),
     [
-        *(("gpt2", name) for name in registry.analyses() if not any(registry.NOT_ON.get(name, ())[:2])),
+        *(("gpt2", name) for name in registry.analyses() if {*registry.NOT_ON.get(name, ())} <= {registry.RECURRENT}),
         *((family, name) for family in ("gptj", "opt", "llama") for name in OF_HEADS),
     ],
 )

@@ -177,7 +177,7 @@ def write_cola(folder, n=24):
 
 def test_fine_tuning_learns_a_made_up_task(tmp_path):
     folder = write_cola(tmp_path / "cola")
-    assert all(one.startswith('" the ') for one in read_examples(folder, "dev").sentences)
+    assert all(one.startswith('" the ') for one in read_examples(folder, "dev")[0])
     model = swap_self_attention(bert(dtype=torch.float32), dict(regularised=dict(alpha=-0.1), negative=dict(k=1, beta=0.1)))
     frame = fine_tune(model, tokenizer(), folder, epochs=12, batch_size=8, learning_rate=1e-2)
     assert frame["epoch"].tolist() == list(range(1, 13))

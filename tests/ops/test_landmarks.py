@@ -70,13 +70,13 @@ def roots() -> torch.Tensor:
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_shares_are_the_keys_parts_of_the_normalizer(rule):
     queries, prompt = attention(rule)
-    got = shares(queries, prompt)
+    psi, p, *_ = shares(queries, prompt)
     for b, g, i, s, j in ((0, 0, 0, 0, 0), (1, 2, 10, 1, 6), (0, 1, 4, 1, 3)):
         head, apart = g * GROUP + s, int(queries.positions[i] + prompt.distance[b, g, j])
         log_n = float(queries.log_n[b, i, head])
         expected = naive_share(queries.q[b, i, head], prompt.keys[b, g, j], log_n, rule, head, apart)
-        assert float(got.psi[b * KV + g, i * GROUP + s, j]) == pytest.approx(expected, rel=1e-11)
-    torch.testing.assert_close(got.p, got.psi.sum(dim=-1), rtol=1e-13, atol=0)
+        assert float(psi[b * KV + g, i * GROUP + s, j]) == pytest.approx(expected, rel=1e-11)
+    torch.testing.assert_close(p, psi.sum(dim=-1), rtol=1e-13, atol=0)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

@@ -19,7 +19,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -48,19 +48,13 @@ RANDOM, TEMPLATES = "random", "templates"
 """A model and a source of examples that need no files."""
 
 
-class BertHypothesis(NamedTuple):
-    """What the paper says of a variant against plain fine-tuning, and whether it is better on CoLA, or worse."""
-
-    words: str
-    is_better: bool
-
-
 CLAIMS = {
-    LARGE: BertHypothesis("with too large an alpha it is significantly worse", False),
-    "augmented values": BertHypothesis("augmented values are better", True),
-    "regularised, alpha -0.1": BertHypothesis("regularized attention with a small alpha is better, but on RTE", True),
-    "negative, k 0.2, beta 0.1": BertHypothesis("negatives are better on CoLA and STS-B, and worse on MRPC and RTE", True),
+    LARGE: ("with too large an alpha it is significantly worse", False),
+    "augmented values": ("augmented values are better", True),
+    "regularised, alpha -0.1": ("regularized attention with a small alpha is better, but on RTE", True),
+    "negative, k 0.2, beta 0.1": ("negatives are better on CoLA and STS-B, and worse on MRPC and RTE", True),
 }
+"""What the paper says of a variant against plain fine-tuning, and whether it is better on CoLA, or worse."""
 
 WORDS: dict[str, str] = dict(
     noun="doctor lawyer teacher farmer singer driver painter writer baker sailor nurse judge actor pilot guard clerk king",
@@ -206,9 +200,9 @@ def compare(curves: pd.DataFrame) -> list[Comparison]:
     why = goal.why_not_learned(course[course["model"] == PLAIN], PLAIN)
     found = []
     for label in [label for label in CLAIMS if label in set(last["model"])]:
-        claim = CLAIMS[label]
+        claim, is_better = CLAIMS[label]
         what = f"cola, {label}: matthews on dev minus that of plain fine-tuning"
-        compared = lead(last, label, PLAIN, "matthews", what, f"{claim.words} (app. E.5)", denied=not claim.is_better)
+        compared = lead(last, label, PLAIN, "matthews", what, f"{claim} (app. E.5)", denied=not is_better)
         found.append(compared.unless(why))
     return found
 

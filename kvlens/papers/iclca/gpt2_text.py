@@ -15,7 +15,7 @@ for llama2.c checkpoints, help pages for shipped models; ``--set texts=facts`` c
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 import torch
@@ -34,47 +34,40 @@ from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.iclca.logits import relative_errors
 from kvlens.papers.iclca.softmax_conversion import PAPER_DROPPED, PAPER_RANDOM
 
-
-class Pair(NamedTuple):
-    """A prompt, and the text after it."""
-
-    prompt: str
-    text: str
-
-
+PromptAndText = tuple[str, str]
 FACTS = (
-    Pair("Bill Gates was born at Seattle, Washington.", " He is the CEO of"),
-    Pair("Los Angeles is the second most populous city in the United States.", " It is located in the U.S. state of"),
-    Pair("Steve Jobs founded Apple.", " He is the founder of"),
-    Pair("Marie Curie was born in Warsaw, Poland.", " She received the Nobel Prize in"),
-    Pair("The Amazon is the largest river of South America.", " It flows into the"),
-    Pair("Roger Federer grew up in Basel, Switzerland.", " He is a professional"),
-    Pair("Toyota was founded in 1937 by Kiichiro Toyoda.", " It is a manufacturer of"),
-    Pair("The Louvre is the most visited museum in Paris.", " It is home to"),
-    Pair("Linus Torvalds wrote his first kernel as a student in Helsinki.", " He is the creator of"),
-    Pair("The giant panda lives in the mountains of central China.", " It feeds on"),
-    Pair("Serena Williams was born in Saginaw, Michigan.", " She has won more titles in"),
-    Pair("Mount Fuji is the highest mountain of Japan.", " It is located near the city of"),
+    ("Bill Gates was born at Seattle, Washington.", " He is the CEO of"),
+    ("Los Angeles is the second most populous city in the United States.", " It is located in the U.S. state of"),
+    ("Steve Jobs founded Apple.", " He is the founder of"),
+    ("Marie Curie was born in Warsaw, Poland.", " She received the Nobel Prize in"),
+    ("The Amazon is the largest river of South America.", " It flows into the"),
+    ("Roger Federer grew up in Basel, Switzerland.", " He is a professional"),
+    ("Toyota was founded in 1937 by Kiichiro Toyoda.", " It is a manufacturer of"),
+    ("The Louvre is the most visited museum in Paris.", " It is home to"),
+    ("Linus Torvalds wrote his first kernel as a student in Helsinki.", " He is the creator of"),
+    ("The giant panda lives in the mountains of central China.", " It feeds on"),
+    ("Serena Williams was born in Saginaw, Michigan.", " She has won more titles in"),
+    ("Mount Fuji is the highest mountain of Japan.", " It is located near the city of"),
 )
 STORIES = (
-    Pair("Once upon a time, there was a little girl named Lily. She had a red ball.", " She went outside to play with her"),
-    Pair("Tom was a big dog. He liked to swim in the lake.", " One day, Tom went to the"),
-    Pair("Once upon a time, there was a bird named Bob. Bob could not fly.", " He was very sad because"),
-    Pair("Sara and Ben found a box in the garden. It was full of toys.", " They opened the box and saw"),
-    Pair("Mia was sick. She had to stay in bed all day.", " Her mom came and gave her some"),
-    Pair("There was a cat who liked to eat fish. Her name was Kitty.", " One day, she saw a big"),
-    Pair("Tim wanted to bake a cake for his mom.", " He took some sugar and"),
-    Pair("The sun was hot. Anna and Max wanted ice cream.", " They asked their dad to buy"),
-    Pair("A small frog lived near a pond. He was afraid of the water.", " The other frogs said to him"),
-    Pair("Lucy lost her doll in the park. She started to cry.", " A kind man helped her find her"),
-    Pair("Once upon a time, there was a king who had a big crown.", " The king was very proud of his"),
-    Pair("Jack had a toy car. It was blue and very fast.", " He gave it to his friend because"),
+    ("Once upon a time, there was a little girl named Lily. She had a red ball.", " She went outside to play with her"),
+    ("Tom was a big dog. He liked to swim in the lake.", " One day, Tom went to the"),
+    ("Once upon a time, there was a bird named Bob. Bob could not fly.", " He was very sad because"),
+    ("Sara and Ben found a box in the garden. It was full of toys.", " They opened the box and saw"),
+    ("Mia was sick. She had to stay in bed all day.", " Her mom came and gave her some"),
+    ("There was a cat who liked to eat fish. Her name was Kitty.", " One day, she saw a big"),
+    ("Tim wanted to bake a cake for his mom.", " He took some sugar and"),
+    ("The sun was hot. Anna and Max wanted ice cream.", " They asked their dad to buy"),
+    ("A small frog lived near a pond. He was afraid of the water.", " The other frogs said to him"),
+    ("Lucy lost her doll in the park. She started to cry.", " A kind man helped her find her"),
+    ("Once upon a time, there was a king who had a big crown.", " The king was very proud of his"),
+    ("Jack had a toy car. It was blue and very fast.", " He gave it to his friend because"),
 )
 
 
-def _page(name: str, argument: str, kind: str, what: str) -> Pair:
+def _page(name: str, argument: str, kind: str, what: str) -> PromptAndText:
     prompt = f"{name}({argument})\n\n{what}\n\nParameters\n----------\n{argument} : {kind}\n    What is read.\n\n"
-    return Pair(prompt, "Examples\n--------\n>>> ")
+    return (prompt, "Examples\n--------\n>>> ")
 
 
 HELP_PAGES = (
@@ -133,10 +126,8 @@ def gpt2_text(settings: Settings, tell: Tell) -> Reproduction:
     pairs = PAIRS[kind][: settings["n_pairs"]]
     rows: list[dict[str, Any]] = []
     for number, pair in enumerate(pairs):
-        rows += [
-            {"pair": number, "prompt": pair.prompt, "text": pair.text, **row} for row in read(model, pair, settings, number)
-        ]
-        tell(f"pair {number + 1} of {len(pairs)}: {pair.prompt.splitlines()[0]}")
+        rows += [{"pair": number, "prompt": pair[0], "text": pair[1], **row} for row in read(model, pair, settings, number)]
+        tell(f"pair {number + 1} of {len(pairs)}: {pair[0].splitlines()[0]}")
     texts = pd.DataFrame(rows)
     table = texts.groupby("way", sort=False).mean(numeric_only=True).drop(columns="pair").reset_index()
     return Reproduction(
@@ -147,14 +138,14 @@ def gpt2_text(settings: Settings, tell: Tell) -> Reproduction:
     )
 
 
-def read(model: HookedKVTransformer, pair: Pair, settings: Settings, number: int) -> Iterator[dict[str, Any]]:
+def read(model: HookedKVTransformer, pair: PromptAndText, settings: Settings, number: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each way: the generated text, and the error of its logits relative to those with the prompt.
 
     The converted model reads the text without a BOS, since the prompt had one; the model without the prompt gets a BOS.
     """
     bos = model.prepends_bos
-    prompt = model.to_tokens(pair.prompt, prepend_bos=bos, truncate=False)[0]
-    text = model.to_tokens(pair.text, prepend_bos=False, truncate=False)[0]
+    prompt = model.to_tokens(pair[0], prepend_bos=bos, truncate=False)[0]
+    text = model.to_tokens(pair[1], prepend_bos=False, truncate=False)[0]
     n = settings["n_new"]
     written = generated(model, torch.cat([prompt, text]), n)
     read_on = torch.cat([text, written])

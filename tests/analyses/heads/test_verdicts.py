@@ -6,7 +6,7 @@ import pytest
 import torch
 from analysis_models import SHARP, heads_and_verdicts, shifted_heads, two_layer_circuit
 from kvlens.analyses.heads.ablation import standard_error, swap_costs
-from kvlens.analyses.heads.induction import measure_heads
+from kvlens.analyses.heads.induction import measured_heads
 from kvlens.analyses.heads.repeated_text import PATTERNS, RepeatedTokens, ShiftTaps, draw_piece, pattern_scores, repeat_tokens
 from kvlens.analyses.heads.verdicts import (
     BY_PATTERN,
@@ -387,7 +387,7 @@ def test_swaps_equal_one_hooked_forward_pass_each(name):
     model, n = sharp(name), 6
     generator = torch.Generator().manual_seed(0)
     own, donors = (repeat_tokens(model, draw_piece(model, 3, n, generator), None) for _ in range(2))
-    taps = measure_heads(model, own, donors.tokens[:, -n:]).taps
+    *_, taps = measured_heads(model, own)
     asked = torch.ones(model.cfg.n_layers, model.cfg.n_heads, dtype=torch.bool)
     asked[0, 1] = False
     costs, errors = swap_costs(model, own, donors, taps, asked)

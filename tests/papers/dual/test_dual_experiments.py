@@ -228,10 +228,10 @@ def test_sentences_are_acceptable_or_have_one_fault():
 
 def test_dev_has_other_sentences_and_words_than_train(tmp_path):
     bert_variants.write_sentences(tmp_path, 3, train=200, dev=100)
-    train, dev = (read_examples(tmp_path, split) for split in ("train", "dev"))
-    assert (len(train.labels), len(dev.labels), train.labels.mean(), dev.labels.mean()) == (200, 100, 0.5, 0.5)
+    (train, labels), (dev, dev_labels) = (read_examples(tmp_path, split) for split in ("train", "dev"))
+    assert (len(labels), len(dev_labels), labels.mean(), dev_labels.mean()) == (200, 100, 0.5, 0.5)
     drawn = {word + ending for word in " ".join(bert_variants.WORDS.values()).split() for ending in ("", "s")}
-    first, second = ({word for text in split.sentences for word in text.split()} & drawn for split in (train, dev))
+    first, second = ({word for text in split for word in text.split()} & drawn for split in (train, dev))
     assert min(len(first), len(second)) > 30 and not first & second
 
 

@@ -52,8 +52,8 @@ def test_text_and_errors_are_those_of_transformers(gpt2, outcome):
     summary, texts = outcome
     assert summary["settings"]["model"] == str(gpt2[0])
     first = texts[texts["pair"] == 0].set_index("way")
-    assert (first["prompt"] == FACTS[0].prompt).all()
-    prompt, text = tokenizer.encode(FACTS[0].prompt), tokenizer.encode(FACTS[0].text)
+    assert (first["prompt"] == FACTS[0][0]).all()
+    prompt, text = map(tokenizer.encode, FACTS[0])
     bos = [tokenizer.bos_token_id]
     written = []
     for _ in range(4):
