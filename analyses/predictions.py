@@ -3,7 +3,7 @@
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens import KVBias, KVModel
+from kvlens import KVModel
 
 KL = "KL(original || intervened), nats"
 LOSS_CHANGE = "loss, intervened minus original, nats: positive if the removed part helps"
@@ -44,12 +44,6 @@ def text_logits(
     if residuals is not None and streams is not None:
         residuals += [stream[0] for stream in streams]
     return logits
-
-
-def converted_logits(model: KVModel, bias: KVBias, text: Int[Tensor, " pos"]) -> Float[Tensor, "pos d_vocab"]:
-    """Logits on ``text`` alone with ``bias`` attached."""
-    with model.kv_bias(bias):
-        return text_logits(model, None, text)
 
 
 def log_probabilities(logits: Float[Tensor, "*batch pos d_vocab"]) -> Float[Tensor, "*batch pos d_vocab"]:

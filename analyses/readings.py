@@ -27,12 +27,13 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from kvlens import KVBias, KVLensError, KVModel, KVTransformerBridge
 from kvlens.checks import checked
 from kvlens.texts import next_token_texts, token_texts
+from kvlens.units import begins_with_bos
 
 from .declaration import Columns, analysis
 from .predictions import KL, LOSS_CHANGE, kl_divergence, log_probabilities, next_token_losses, text_logits
@@ -40,8 +41,6 @@ from .sequences import (
     BaselineTokens,
     PromptTokens,
     TextTokens,
-    baseline_sequence,
-    instead_of_prompt,
     one_sequence,
     prompt_sequence,
     prompt_text_bias,
@@ -123,6 +122,24 @@ def read_text(
             logits = text_logits(model, before, text, streams, kept=kept)
         found[condition] = Reading(logits, None if streams is None else torch.stack(streams))
     return found
+
+
+def baseline_sequence(model: KVModel, prompt: Int[Tensor, " pos"], given: Any) -> Int[Tensor, " baseline_pos"]:
+    """The tokens before a text without its prompt: ``given``, or the BOS with which the prompt began, or none."""
+    if given is not None:
+        return one_sequence(model, "baseline", given, may_be_empty=True)
+    return prompt[: int(begins_with_bos(model, prompt))]
+
+
+def instead_of_prompt(
+    prompt: Int[Tensor, " prompt_pos"], baseline: Int[Tensor, " baseline_pos"]
+) -> tuple[Int[Tensor, " pos"], Bool[Tensor, " pos"]]:
+    """(tokens, kept): the baseline from the prompt's first position on, then tokens that are not read up to its last one.
+
+    The text after it so starts where it starts after the prompt, unless the baseline is the longer of the two.
+    """
+    tokens = torch.cat([baseline, prompt[len(baseline) :]])
+    return tokens, torch.arange(len(tokens), device=tokens.device) < len(baseline)
 
 
 EFFECTS = Columns(

@@ -10,13 +10,11 @@ prompt's tokens, `prompt_sequence` reads it, and refuses a bias, which has none.
 
 from typing import Any
 
-import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from kvlens import Chat, KVBias, KVLensError, KVModel, convert_prompt
 from kvlens.chat import one_sequence
-from kvlens.units import begins_with_bos
 
 PromptTokens = str | Chat | list[dict[str, str]] | Int[Tensor, "*one_prompt prompt_pos"]
 CorruptedTokens = str | Chat | list[dict[str, str]] | Int[Tensor, "*one_corrupted corrupted_pos"]
@@ -37,24 +35,6 @@ def prompt_sequence(model: KVModel, what: str, prompt: Any, initial: KVBias | No
         )
     continues = initial is not None or model.attached_kv_bias is not None
     return one_sequence(model, what, prompt, prepend_bos=model.prepends_bos and not continues)
-
-
-def baseline_sequence(model: KVModel, prompt: Int[Tensor, " pos"], given: Any) -> Int[Tensor, " baseline_pos"]:
-    """The tokens before a text without its prompt: ``given``, or the BOS with which the prompt began, or none."""
-    if given is not None:
-        return one_sequence(model, "baseline", given, may_be_empty=True)
-    return prompt[: int(begins_with_bos(model, prompt))]
-
-
-def instead_of_prompt(
-    prompt: Int[Tensor, " prompt_pos"], baseline: Int[Tensor, " baseline_pos"]
-) -> tuple[Int[Tensor, " pos"], Bool[Tensor, " pos"]]:
-    """(tokens, kept): the baseline from the prompt's first position on, then tokens that are not read up to its last one.
-
-    The text after it so starts where it starts after the prompt, unless the baseline is the longer of the two.
-    """
-    tokens = torch.cat([baseline, prompt[len(baseline) :]])
-    return tokens, torch.arange(len(tokens), device=tokens.device) < len(baseline)
 
 
 def bias_of(model: KVModel, prompt: Int[Tensor, " pos"], bias: KVBias | None) -> KVBias:

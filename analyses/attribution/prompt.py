@@ -23,11 +23,11 @@ from torch import Tensor
 
 from kvlens import KVLensError, KVModel
 from kvlens.checks import Seed, Within, checked
-from kvlens.units import Unit, positions_of
+from kvlens.units import Unit, begins_with_bos, positions_of
 
 from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
 from ..predictions import EFFECT
-from ..sequences import PromptTokens, TextTokens, begins_with_bos, prompt_sequence
+from ..sequences import PromptTokens, TextTokens, prompt_sequence
 from .answers import BY, Answer, Positions, Question, Rival, Spans
 from .methods import ATTRIBUTION_METHODS, Method, attribution_method
 from .terms import hidden_from_text

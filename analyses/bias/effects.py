@@ -36,10 +36,10 @@ from ..predictions import (
     KL,
     LOGIT_CHANGE,
     LOSS_CHANGE,
-    converted_logits,
     kl_divergence,
     log_probabilities,
     next_token_losses,
+    text_logits,
 )
 from ..segments import OnProgress, progress
 from ..sequences import PromptTokens, TextTokens, bias_and_text, prompt_sequence, prompt_text_bias
@@ -170,7 +170,8 @@ def _measured(
     tell: OnProgress,
 ) -> dict[str, list[float]]:
     """``kl``, ``loss_change`` and ``logit_change`` of each row against the whole bias; see :func:`bias_effects`."""
-    whole_logits = converted_logits(model, exchange.own, text)
+    with model.kv_bias(exchange.own):
+        whole_logits = text_logits(model, None, text)
     whole, whole_target = log_probabilities(whole_logits), target.read(whole_logits).double()
     whole_loss = next_token_losses(whole, text)[:-1].mean()
     found: dict[str, list[float]] = {"kl": [], "loss_change": [], "logit_change": []}

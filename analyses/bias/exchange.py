@@ -26,8 +26,7 @@ from torch import Tensor
 from kvlens import KVBias, KVModel, combine, convert_prompt, counterfactuals
 from kvlens.kv_bias import Layer
 from kvlens.memory import NUMBERS_PER_PASS
-
-from ..sequences import begins_with_bos
+from kvlens.units import begins_with_bos
 
 HEAD = "query head; value head of a recurrent layer"
 """What a column ``head`` holds."""

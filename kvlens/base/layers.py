@@ -215,13 +215,6 @@ class MoE(nn.Module):
         return weights / weights.sum(dim=-1, keepdim=True) if self.cfg.norm_topk_prob else weights, chosen
 
 
-def build_mlp(cfg: Any) -> nn.Module:
-    """The MLP of a layer."""
-    if cfg.num_experts:
-        return MoE(cfg)
-    return GatedMLP(cfg) if cfg.gated_mlp else MLP(cfg)
-
-
 def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x W + b, with the bias in the same call."""
     return torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[1])

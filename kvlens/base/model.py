@@ -25,7 +25,7 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 
 from kvlens.base.attention import Attention, GroupedQueryAttention
 from kvlens.base.config import HookedTransformerConfig
-from kvlens.base.layers import Embed, Norm, PosEmbed, Unembed, build_mlp, final_norm
+from kvlens.base.layers import MLP, Embed, GatedMLP, MoE, Norm, PosEmbed, Unembed, final_norm
 from kvlens.base.text import HasText
 from kvlens.base.weights import HasWeights
 from kvlens.dtypes import dtype_of, is_dtype
@@ -55,7 +55,7 @@ class TransformerBlock(nn.Module):
                 setattr(self, f"{name}_post", nn.Identity() if kind is None else Norm(cfg, kind.removesuffix("Pre")))
         self.attn = self.build_attention(cfg, cfg.attn_types[block_index] if cfg.use_local_attn else "global", block_index)
         if not cfg.attn_only:
-            self.mlp = build_mlp(cfg)
+            self.mlp = MoE(cfg) if cfg.num_experts else GatedMLP(cfg) if cfg.gated_mlp else MLP(cfg)
         self.hook_attn_in = HookPoint()
         self.hook_q_input, self.hook_k_input, self.hook_v_input = HookPoint(), HookPoint(), HookPoint()
         self.hook_mlp_in, self.hook_attn_out, self.hook_mlp_out = HookPoint(), HookPoint(), HookPoint()

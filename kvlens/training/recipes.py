@@ -3,8 +3,6 @@
 A recipe is data: task, model and training settings. ``kvlens train NAME`` runs it; options change any of its settings.
 """
 
-import json
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -220,18 +218,6 @@ def find_recipe(name: str) -> Recipe:
         f"train: no recipe or task is called {name!r}{nearest(name, known)}; recipes are {', '.join(RECIPES)}; tasks are "
         f"{', '.join(task_names())}"
     )
-
-
-def command_of(recipe: Recipe) -> str:
-    """The command that trains ``recipe``: its name, with options for what differs from the recipe of that name."""
-    base, words = find_recipe(recipe.name), ["kvlens", "train", recipe.name, "--out", recipe.name]
-    for flag, part in (("--task", "task_settings"), ("--model", "model"), ("--set", "training")):
-        usual = getattr(base, part)
-        changed = {k: v for k, v in getattr(recipe, part).items() if k not in usual or usual[k] != v}
-        if changed:
-            pairs = (f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in changed.items())
-            words += [flag, *map(shlex.quote, pairs)]
-    return " ".join(words)
 
 
 @checked

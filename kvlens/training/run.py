@@ -38,7 +38,6 @@ from kvlens.checks import Count, Seed, Within, checked
 from kvlens.errors import KVLensError, nearest
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks import Batch, Task
-from kvlens.tasks.task import Model
 
 
 @checked
@@ -191,16 +190,6 @@ class SquaredError(Loss):
 def loss_of(task: Task) -> Loss:
     """The default loss of ``task``, by what it predicts."""
     return CrossEntropy() if task.predicts == "tokens" else SquaredError()
-
-
-def loss_for(model: Model, task: Task, loss: Any) -> Loss:
-    """The loss that is asked for; None stands for the task's default.
-
-    Raises:
-        KVLensError: ``model`` cannot read the task's inputs or predict its targets.
-    """
-    task.check_fit(model)
-    return loss or loss_of(task)
 
 
 def logits_at(model: HookedKVTransformer, inputs: Tensor, scored: Tensor) -> Float[Tensor, "scored d_vocab"]:

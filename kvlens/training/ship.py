@@ -6,6 +6,7 @@ The folder of a run then holds the files of :mod:`kvlens.training.checkpoint`, a
 
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from kvlens.model.storage import MODEL_FOLDER, check_model_folder
 from kvlens.tasks import Task, make_task
 from kvlens.training.checkpoint import RUN_FOLDER, RUN_LOCK, check_run_folder, only_run_in
 from kvlens.training.hybrid import AnswerLoss, new_hybrid, train_hybrid, write_hybrid
-from kvlens.training.recipes import Recipe, build_model, command_of
+from kvlens.training.recipes import Recipe, build_model, find_recipe
 from kvlens.training.run import Loss, ModelAndLoss, TrainSettings, loss_of, score_in_parts
 from kvlens.training.trainer import TrainResult, train
 
@@ -259,3 +260,15 @@ def _answer_rows(answers: dict[str, Any]) -> list[tuple[str, str]]:
         (f"{about}, by chance: any value of the kind in the story", answers["guess_in_story"]),
     ]
     return [(what, f"{share:.2%}") for what, share in rows if share is not None]
+
+
+def command_of(recipe: Recipe) -> str:
+    """The command that trains ``recipe``: its name, with options for what differs from the recipe of that name."""
+    base, words = find_recipe(recipe.name), ["kvlens", "train", recipe.name, "--out", recipe.name]
+    for flag, part in (("--task", "task_settings"), ("--model", "model"), ("--set", "training")):
+        usual = getattr(base, part)
+        changed = {k: v for k, v in getattr(recipe, part).items() if k not in usual or usual[k] != v}
+        if changed:
+            pairs = (f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in changed.items())
+            words += [flag, *map(shlex.quote, pairs)]
+    return " ".join(words)

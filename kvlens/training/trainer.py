@@ -22,12 +22,12 @@ import torch
 from tqdm.auto import tqdm
 
 from kvlens.arguments import path_of
-from kvlens.checks import Count, checked
+from kvlens.checks import checked
 from kvlens.errors import KVLensError
 from kvlens.tasks import Task
 from kvlens.tasks.task import Model
 from kvlens.training.checkpoint import CheckpointFolder, check_run_folder, metrics_frame, only_run_in, run_name
-from kvlens.training.run import Loss, ModelAndLoss, Row, Run, TrainSettings, loss_for, score_in_parts
+from kvlens.training.run import Loss, ModelAndLoss, Row, Run, TrainSettings, loss_of, score_in_parts
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def train(
 @checked
 @torch.no_grad()
 def score_heldout(
-    model: Model, task: Task, n_sequences: int, *, loss: Loss | None = None, seed: int = 0, batch_size: Count = 32
+    model: Model, task: Task, n_sequences: int, *, loss: Loss | None = None, seed: int = 0
 ) -> tuple[float, float]:
     """Mean loss and accuracy over the scored positions of ``n_sequences`` held-out sequences, in eval mode.
 
@@ -127,7 +127,6 @@ def score_heldout(
         n_sequences: number of sequences.
         loss: None takes the task's default loss.
         seed: seed of the sequences; `train` uses that of its settings.
-        batch_size: sequences at a time.
 
     Returns:
         Loss (nats, or squared error) and accuracy (NaN for numbers).
@@ -137,10 +136,20 @@ def score_heldout(
     was_training, heldout = model.training, task.heldout(n_sequences, seed)
     model.eval()
     try:
-        total, correct, count = score_in_parts(objective, heldout, batch_size).tolist()
+        total, correct, count = score_in_parts(objective, heldout, 32).tolist()
     finally:
         model.train(was_training)
     return total / count, correct / count
+
+
+def loss_for(model: Model, task: Task, loss: Loss | None) -> Loss:
+    """The loss that is asked for; None stands for the task's default.
+
+    Raises:
+        KVLensError: ``model`` cannot read the task's inputs or predict its targets.
+    """
+    task.check_fit(model)
+    return loss or loss_of(task)
 
 
 def run_to_end(run: Run, store: CheckpointFolder | None, show: bool) -> TrainResult:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.texts import joined
@@ -29,24 +29,6 @@ def strongest(values: Iterable[float], quantile: float = 1.0) -> float:
     """The magnitude that gets full color: a quantile of the finite nonzero magnitudes; 0 if there are none."""
     sizes = sorted(abs(value) for value in values if math.isfinite(value) and value)
     return sizes[math.ceil(quantile * len(sizes)) - 1] if sizes else 0.0
-
-
-def scale_of(values: Iterable[float], *, without_zero: bool = False) -> tuple[float, float]:
-    """The value without color and the one with full color: 0 and the largest magnitude, or the lowest and the highest value.
-
-    Args:
-        values: the colored values; values that are not finite are ignored.
-        without_zero: whether their 0 is not meaningful, as for logarithms, so that the scale runs from lowest to highest.
-    """
-    finite = [value for value in values if math.isfinite(value)]
-    if without_zero and finite:
-        return min(finite), max(finite)
-    return 0.0, strongest(finite)
-
-
-def strength_style(value: float, low: float, top: float) -> str:
-    """The ``class`` and ``style`` attributes of an element that shows ``value`` on a scale from ``low`` to ``top``."""
-    return style(value, top) if low == 0 else style(value - low, top - low)
 
 
 def style(value: float, top: float) -> str:
@@ -111,30 +93,3 @@ def block_means(
     n_tokens = torch.full((blocks.shape[-1],), size * per_column)
     n_tokens[-1] = n - (len(n_tokens) - 1) * size * per_column
     return blocks / n_tokens
-
-
-def strongest_positions(
-    pattern: Float[Tensor, "head query key"], queries: Int[Tensor, " query"], n_prompt: int, max_tokens: int
-) -> tuple[Int[Tensor, " kept"], Int[Tensor, " left_out"]]:
-    """Choose which of the ``key`` positions a square view of ``max_tokens`` rows shows.
-
-    The last queries after the prompt are kept, up to half of the view; then the other positions that these attend to most,
-    positions with known rows first.
-
-    Args:
-        pattern: the known rows.
-        queries: the positions of these rows, ascending.
-        n_prompt: number of positions of the prompt.
-        max_tokens: rows and columns of the view.
-    """
-    n_keys = pattern.shape[-1]
-    if n_keys <= max_tokens:
-        return torch.arange(n_keys), torch.arange(0)
-    of_text = (queries >= n_prompt).nonzero().squeeze(1)
-    last = of_text[-max(max_tokens // 2, max_tokens - n_prompt) :]
-    mass = pattern[:, last].abs().sum(dim=(0, 1))
-    mass[queries] += mass.sum()  # positions with known rows come before those with empty rows
-    mass[queries[last]] = torch.inf
-    chosen = torch.zeros(n_keys, dtype=torch.bool)
-    chosen[mass.topk(max_tokens).indices] = True
-    return chosen.nonzero().squeeze(1), (~chosen).nonzero().squeeze(1)

@@ -30,7 +30,6 @@ from kvlens.viz._figures import (
     block_size,
     diverging_map,
     strongest,
-    strongest_positions,
     token_blocks,
 )
 from kvlens.viz._text import data_script, html_text, label, number, part_note, percent, printable, quantized, rounded
@@ -418,3 +417,30 @@ def _json(data: LinkedShares) -> dict[str, Any]:
         },
         "note": f"{len(data.text):,} tokens." + (f" The first {n_text} are shown." if n_text < len(data.text) else ""),
     }
+
+
+def strongest_positions(
+    pattern: Float[Tensor, "head query key"], queries: Int[Tensor, " query"], n_prompt: int, max_tokens: int
+) -> tuple[Int[Tensor, " kept"], Int[Tensor, " left_out"]]:
+    """Choose which of the ``key`` positions a square view of ``max_tokens`` rows shows.
+
+    The last queries after the prompt are kept, up to half of the view; then the other positions that these attend to most,
+    positions with known rows first.
+
+    Args:
+        pattern: the known rows.
+        queries: the positions of these rows, ascending.
+        n_prompt: number of positions of the prompt.
+        max_tokens: rows and columns of the view.
+    """
+    n_keys = pattern.shape[-1]
+    if n_keys <= max_tokens:
+        return torch.arange(n_keys), torch.arange(0)
+    of_text = (queries >= n_prompt).nonzero().squeeze(1)
+    last = of_text[-max(max_tokens // 2, max_tokens - n_prompt) :]
+    mass = pattern[:, last].abs().sum(dim=(0, 1))
+    mass[queries] += mass.sum()  # positions with known rows come before those with empty rows
+    mass[queries[last]] = torch.inf
+    chosen = torch.zeros(n_keys, dtype=torch.bool)
+    chosen[mass.topk(max_tokens).indices] = True
+    return chosen.nonzero().squeeze(1), (~chosen).nonzero().squeeze(1)

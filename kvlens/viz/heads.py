@@ -6,7 +6,7 @@ limits; then :func:`head_heatmap`; then :func:`dual_view`, the steps of the head
 
 import functools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,8 @@ from kvlens.viz._figures import (
     block_means,
     block_size,
     diverging_map,
-    scale_of,
-    strength_style,
     strongest,
+    style,
     token_blocks,
 )
 from kvlens.viz._text import data_script, html_text, number, quantized, rounded
@@ -326,3 +325,21 @@ def _most(of_head: dict[str, np.ndarray]) -> list[int]:
 def _row(of_head: dict[str, np.ndarray], position: int, token: str, j: int) -> list[Any]:
     names = ("step", "output_share", "weight", "cosine_before", "cosine_after")
     return [position, token, *(rounded(float(of_head[name][j])) for name in names)]
+
+
+def scale_of(values: Iterable[float], *, without_zero: bool = False) -> tuple[float, float]:
+    """The value without color and the one with full color: 0 and the largest magnitude, or the lowest and the highest value.
+
+    Args:
+        values: the colored values; values that are not finite are ignored.
+        without_zero: whether their 0 is not meaningful, as for logarithms, so that the scale runs from lowest to highest.
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if without_zero and finite:
+        return min(finite), max(finite)
+    return 0.0, strongest(finite)
+
+
+def strength_style(value: float, low: float, top: float) -> str:
+    """The ``class`` and ``style`` attributes of an element that shows ``value`` on a scale from ``low`` to ``top``."""
+    return style(value, top) if low == 0 else style(value - low, top - low)

@@ -47,8 +47,9 @@ from kvlens.viz import (
     induction_arcs,
     linked_view,
 )
-from kvlens.viz._figures import FULL_COLOR, block_means, block_size, strongest, strongest_positions
+from kvlens.viz._figures import FULL_COLOR, block_means, block_size, strongest
 from kvlens.viz._text import data_script, html_text, label, number, part_note, percent, running
+from kvlens.viz.attention import strongest_positions
 from kvlens.viz.heads import MAX_CELLS, details_json
 from kvlens.viz.page import SCRIPTS, circuitsvis_bundle
 
