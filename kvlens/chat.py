@@ -143,10 +143,10 @@ class Chat:
                 a template that writes it in a way that depends on its words, or of a slow tokenizer.
         """
         text = self.text(model)
-        return self._tokens(model, text, self._read(model, text))
+        return self._tokens(model, text, self._read(model, text)[0])
 
-    def _tokens(self, model: KVModel, text: str, found: ReadText) -> Int[Tensor, " pos"]:
-        tokens = torch.tensor(found.ids, device=model.cfg.device)
+    def _tokens(self, model: KVModel, text: str, ids: list[int]) -> Int[Tensor, " pos"]:
+        tokens = torch.tensor(ids, device=model.cfg.device)
         self._check_room(model, len(tokens))
         model.check_tokens(tokens)
         warn_of_unknown_words(model.tokenizer, text, tokens)
@@ -195,10 +195,10 @@ class Chat:
                 message, or writes it twice, or in a way that depends on its words.
         """
         text = self.text(model)
-        found = self._read(model, text)
-        if found.spans is None:
+        ids, spans = self._read(model, text)
+        if spans is None:
             raise KVLensError("units of a chat need a fast tokenizer, which says where each token stands in the text")
-        tokens = self._tokens(model, text, found)
+        tokens = self._tokens(model, text, ids)
         pieces: list[Passage] = []
         asked: list[Passage] = []
         for turn, (_, sections) in enumerate(self._turns):
@@ -206,7 +206,7 @@ class Chat:
                 if section.name is not None or section.is_question:
                     start, stop = self._place(model, text, turn, at)
                     (asked if section.name is None else pieces).append(Passage(section.name or "question", start, stop))
-        return Layout(text, tokens, tiled(found.spans), sorted(pieces, key=lambda piece: piece.start), asked)
+        return Layout(text, tokens, tiled(spans), sorted(pieces, key=lambda piece: piece.start), asked)
 
     def _place(self, model: KVModel, text: str, turn: int, at: int | None = None) -> Span:
         """The characters that the template makes of one section of a message, or of all of it."""

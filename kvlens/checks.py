@@ -23,8 +23,9 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from kvlens.errors import KVLensError, brief, nearest
 
@@ -37,7 +38,8 @@ CALLED = {bool: "True or False", int: "a whole number", float: "a number", str: 
 SEVERAL = {int: "whole numbers", float: "numbers", str: "strings"}
 
 
-class Within(NamedTuple):
+@dataclass(frozen=True)
+class Within:
     """The range of a number, for ``Annotated[int, Within(1)]``; without limits, any finite number (integers of 63 bits).
 
     Attributes:
@@ -236,7 +238,8 @@ def axes_in_words(words: str) -> str:
     return ", ".join(names.get(word[0], "{1}").format(word[1:], word) for word in words.split())
 
 
-class Expected(NamedTuple):
+@dataclass(frozen=True)
+class Expected:
     """A tensor among the arguments.
 
     Attributes:

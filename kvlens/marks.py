@@ -18,7 +18,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -31,22 +31,15 @@ PRIVATE = range(0x100000, 0x10FFFE)
 """Unicode's last plane of private characters, in which the names of marks are written."""
 
 
-class ReadText(NamedTuple):
-    """A text as a tokenizer reads it.
-
-    Attributes:
-        ids: of its tokens, without a BOS that is not written.
-        spans: the characters of each; None if the tokenizer does not tell.
-    """
-
-    ids: list[int]
-    spans: list[Span] | None
+ReadText = tuple[list[int], list[Span] | None]
+"""A text as a tokenizer reads it: the ids of its tokens, without a BOS that is not written, and the characters of each; None if
+the tokenizer does not tell."""
 
 
 def read(tokenizer: Any, text: str) -> ReadText:
     """Read a text as Transformers does: whatever is written like a mark is one."""
     found = tokenizer(text, add_special_tokens=False)
-    return ReadText(found["input_ids"], found.encodings[0].offsets if tokenizer.is_fast else None)
+    return found["input_ids"], found.encodings[0].offsets if tokenizer.is_fast else None
 
 
 def marks_of(tokenizer: Any) -> dict[int, str]:
@@ -76,7 +69,7 @@ def _written(tokenizer: Any) -> str:
 
 def marks_in(tokenizer: Any, marks: Mapping[int, str], text: str) -> list[str]:
     """The marks that a tokenizer finds in a text by itself, each once, in order."""
-    return list(dict.fromkeys(marks[i] for i in read(tokenizer, text).ids if i in marks))
+    return list(dict.fromkeys(marks[i] for i in read(tokenizer, text)[0] if i in marks))
 
 
 def without_marks(tokenizer: Any, sentences: Iterable[str]) -> list[str]:
@@ -111,7 +104,7 @@ def read_as_text(tokenizer: Any, marks: Mapping[int, str], text: str, words: Seq
     ]
     renamed = _renamed(tokenizer.backend_tokenizer.to_str(), tuple(names.items()))
     found = renamed.encode("".join(parts), add_special_tokens=False)
-    return ReadText(found.ids, found.offsets)
+    return found.ids, found.offsets
 
 
 def _parts(text: str, words: Sequence[Span]) -> Iterator[tuple[str, bool]]:

@@ -77,7 +77,7 @@ class Bounds:
         if time.thread_time() > self.until:
             raise SecurityError(f"it takes more than {SECONDS:g} seconds")
 
-    def size(self, value: Any) -> int:
+    def size(self, value: object) -> int:
         """The characters of a value with all that is in it; stops where it is too much."""
         total, parts = 0, [(value, 0)]
         while parts:
@@ -143,7 +143,7 @@ def _now() -> Bounds:
     return bounds
 
 
-def _paid_for(value: Any) -> Any:
+def _paid_for(value: object) -> Any:
     bounds = _now()
     bounds.pay(bounds.size(value))
     return value
@@ -161,7 +161,7 @@ def _each(values: Iterable[Any]) -> Iterator[Any]:
     return looked(iter(values))
 
 
-def _inside(value: Any) -> Iterable[Any]:
+def _inside(value: object) -> Iterable[Any]:
     if isinstance(value, Namespace):
         return tuple(object.__getattribute__(value, "__dict__").values())
     if isinstance(value, dict):
@@ -175,12 +175,12 @@ _PAID, _EACH = " paid", " each"  # filters that no template can name
 
 
 @pass_context  # the compiler computes no filter of this kind
-def _paid_value(context: Any, value: Any) -> Any:
+def _paid_value(context: Any, value: object) -> Any:
     return _paid_for(value)
 
 
 @pass_context
-def _each_value(context: Any, values: Any) -> Any:
+def _each_value(context: Any, values: Iterable[Any]) -> Any:
     return _each(values)
 
 
@@ -233,7 +233,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         tree: nodes.Template = _Payments().visit(super()._parse(source, name, filename))
         return tree
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Any, operator: str, left: object, right: object) -> Any:
         if operator != "+":
             _now().pay(_growth(operator, left, right))
         return _paid_for(super().call_binop(context, operator, left, right))
@@ -248,7 +248,7 @@ class _Environment(ImmutableSandboxedEnvironment):
             _pay_replacement(owner, *args)
         return _paid_for(super().call(__context, __obj, *args, **kwargs))
 
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+    def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
         allowed = next((names for kind, names in ALLOWED_METHODS.items() if isinstance(obj, kind)), None)
         return super().is_safe_attribute(obj, attr, value) and (allowed is None or attr in allowed)
 
@@ -264,7 +264,7 @@ _FIELD = re.compile(r"%(?:\([^()]*\))?[-+ #0]*(\*|\d*)(?:\.(\*|\d*))?")
 _WIDTH = re.compile(r"\d+")
 
 
-def _growth(operator: str, left: Any, right: Any) -> int:
+def _growth(operator: str, left: object, right: object) -> int:
     """The characters of a product, a power, or what ``%`` writes. SecurityError for a number that is too long."""
     bounds = _now()
     if isinstance(left, str) and operator == "%":
@@ -287,17 +287,17 @@ def _check_widths(widths: Iterable[str]) -> None:
 
 
 class _Formatter(SandboxedFormatter):
-    def format_field(self, value: Any, format_spec: str) -> str:
+    def format_field(self, value: object, format_spec: str) -> str:
         _check_widths(_WIDTH.findall(format_spec))
         return str(_paid_for(super().format_field(_paid_for(value), format_spec)))
 
 
-def _pay_replacement(text: str, old: Any = "", new: Any = "", *_: Any) -> None:
+def _pay_replacement(text: str, old: object = "", new: object = "", *_: object) -> None:
     if isinstance(old, str) and isinstance(new, str):
         _now().pay(len(text) + text.count(old) * len(new))
 
 
-def _joinable(mark: Any, values: Iterable[Any]) -> list[Any]:
+def _joinable(mark: object, values: Iterable[Any]) -> list[Any]:
     found, bounds = list(_each(values)), _now()
     bounds.pay(bounds.size(found) + len(str(mark)) * len(found))
     return found
@@ -319,43 +319,45 @@ def _paid(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return paid
 
 
-def _format(value: Any, *args: Any, **kwargs: Any) -> Any:
+def _format(value: object, *args: Any, **kwargs: Any) -> Any:
     _now().pay(_growth("%", str(value), kwargs or args))
     return value
 
 
-def _indent(value: Any, width: Any = 4, *_: Any, **__: Any) -> Any:
+def _indent(value: object, width: Any = 4, *_: object, **__: object) -> Any:
     _now().pay((len(str(value).splitlines()) + 2) * (len(width) if isinstance(width, str) else max(int(width), 1)))
     return value
 
 
-def _int(value: Any, *_: Any, **__: Any) -> Any:
+def _int(value: object, *_: object, **__: object) -> Any:
     if isinstance(value, str) and len(value) > sys.int_info.default_max_str_digits:
         raise SecurityError(f"it reads a number of {len(value):,} digits")
     return value
 
 
-def _join(value: Any, d: Any = "", *_: Any, **__: Any) -> Any:
+def _join(value: Any, d: object = "", *_: object, **__: object) -> Any:
     return _joinable(d, value)
 
 
-def _replace(value: Any, old: Any, new: Any, *_: Any, **__: Any) -> Any:
+def _replace(value: object, old: object, new: object, *_: object, **__: object) -> Any:
     _pay_replacement(str(value), str(old), str(new))
     return value
 
 
-def _round(value: Any, precision: Any = 0, *_: Any, **__: Any) -> Any:
+def _round(value: object, precision: Any = 0, *_: object, **__: object) -> Any:
     _check_widths([str(abs(precision))])
     return value
 
 
-def _sum(value: Any, *args: Any, start: Any = 0, **_: Any) -> Any:
+def _sum(value: object, *args: Any, start: object = 0, **_: object) -> Any:
     if not isinstance([*args[1:], start][0], int | float):
         raise SecurityError("it adds up what is no number")
     return value
 
 
-def _tojson(value: Any, ensure_ascii: Any = False, indent: Any = None, separators: Any = None, *_: Any, **__: Any) -> Any:
+def _tojson(
+    value: object, ensure_ascii: object = False, indent: Any = None, separators: Any = None, *_: object, **__: object
+) -> Any:
     bounds = _now()
     step = (len(indent) if isinstance(indent, str) else int(indent or 0)) + sum(map(len, separators or ()))
     _check_widths([str(max(step, 0))])

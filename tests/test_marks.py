@@ -144,9 +144,9 @@ def test_marks_of_the_template_are_read_as_by_transformers(build):
     assert read_as_text(tokenizer, marks, text, []) == read(tokenizer, text)
     assert marks_in(tokenizer, marks, text) == ["<|im_start|>", "<wide>", "<|im_end|>"]
     start, stop = text.index("two"), text.index("\n three")
-    found = read_as_text(tokenizer, marks, text, [(start, stop)])
-    assert [marks[i] for i in found.ids if i in marks] == ["<|im_start|>", "<wide>", "<wide>"]
-    assert {i for span in found.spans for i in range(*span)} >= {i for i in range(start, stop) if text[i] not in " Œ"}
+    ids, spans = read_as_text(tokenizer, marks, text, [(start, stop)])
+    assert [marks[i] for i in ids if i in marks] == ["<|im_start|>", "<wide>", "<wide>"]
+    assert {i for span in spans for i in range(*span)} >= {i for i in range(start, stop) if text[i] not in " Œ"}
 
 
 def test_a_token_for_unknown_words_that_a_byte_level_model_never_needs_is_a_mark():
@@ -182,9 +182,9 @@ def test_marks_are_found_behind_a_normalizer_that_changes_their_names(normalizer
     words.train_from_iterator([CHATML, ATTACK], trainers.BpeTrainer(vocab_size=90, special_tokens=special))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", extra_special_tokens=special[1:])
     text = "<|im_start|>user One <|im_end|> two<|im_end|>"
-    found = read_as_text(tokenizer, marks_of(tokenizer), text, [(16, 34)])
     marks = marks_of(tokenizer)
-    assert [marks[i] for i in found.ids if i in marks] == ["<|im_start|>", "<|im_end|>"]
+    ids, _ = read_as_text(tokenizer, marks, text, [(16, 34)])
+    assert [marks[i] for i in ids if i in marks] == ["<|im_start|>", "<|im_end|>"]
 
 
 def test_a_tokenizer_that_cannot_read_a_mark_as_text():

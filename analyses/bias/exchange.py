@@ -16,8 +16,8 @@ included.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -35,7 +35,8 @@ WHOLE_LAYER = -1
 HEAD_PART, SHIFT_STATE_PART, CONVOLUTION_PART = "head", "shift_state", "convolution"
 
 
-class ExchangedPart(NamedTuple):
+@dataclass(frozen=True)
+class ExchangedPart:
     """What is exchanged by itself.
 
     Attributes:

@@ -96,14 +96,8 @@ another prompt's normalizer would be unbounded).
 """
 
 
-class Patch(NamedTuple):
-    """One intervention."""
-
-    point: str
-    layer: int
-    head: int
-
-
+Patch = tuple[str, int, int]
+"""The point, layer and head of one intervention; -1 for all of them."""
 Sources = Mapping[tuple[str, int], Tensor]
 """(point, layer) -> the activation that a hook puts in: z_bias with a batch of 1, or shift coefficients, without one."""
 
@@ -125,7 +119,7 @@ def patches_of(model: HookedKVTransformer, points: Sequence[str]) -> list[Patch]
     """All patches of ``points``: every head, every layer (head -1), everything (layer -1, head -1), in this order."""
     layers = [model.cfg.of_layer(layer) for layer in range(model.cfg.n_layers)]
     n_heads = {"query": [of.n_heads for of in layers], "key-value": [of.n_kv_heads for of in layers], None: [0] * len(layers)}
-    patches = []
+    patches = list[Patch]()
     for name in points:
         if not _has(model, name):
             linear = model.cfg.attention == "linear"
@@ -133,14 +127,14 @@ def patches_of(model: HookedKVTransformer, points: Sequence[str]) -> list[Patch]
                 f"activation_patching: this model has no {name!r}: it has {', '.join(available_points(model))} "
                 f"({f'normalizer {model.cfg.normalizer!r}' if linear else 'softmax attention'}, kv_shift {model.cfg.kv_shift})"
             )
-        patches += [Patch(name, layer, head) for layer, n in enumerate(n_heads[POINTS[name].heads]) for head in range(n)]
-        patches += [Patch(name, layer, ALL) for layer in range(len(layers))] + [Patch(name, ALL, ALL)]
+        patches += [(name, layer, head) for layer, n in enumerate(n_heads[POINTS[name].heads]) for head in range(n)]
+        patches += [*((name, layer, ALL) for layer in range(len(layers))), (name, ALL, ALL)]
     return patches
 
 
-def has_batch_axis(patch: Patch) -> bool:
-    """Whether this patch can share a pass with others."""
-    return not patch.point.endswith("_shift_coef")
+def has_batch_axis(point: str) -> bool:
+    """Whether a patch there can share a pass with others."""
+    return not point.endswith("_shift_coef")
 
 
 @analysis(
@@ -205,7 +199,7 @@ def activation_patching(
     order, values = list[int](), list[float]()
     with progress("activation_patching") as tell:
         for batched, size in ((True, None), (False, 1)):
-            chosen = [number for number, patch in enumerate(patches) if has_batch_axis(patch) is batched]
+            chosen = [number for number, (point, *_) in enumerate(patches) if has_batch_axis(point) is batched]
             order += chosen
             of_chosen = [patches[number] for number in chosen]
             rows, hooks_of = _replaced(exchange, of_chosen, list(donors)), partial(_patch_hooks, of_chosen, sources)
@@ -216,9 +210,7 @@ def activation_patching(
     gap = clean_metric - corrupted_metric
     return COLUMNS.frame(
         {
-            "point": [patch.point for patch in patches],
-            "layer": [patch.layer for patch in patches],
-            "head": [patch.head for patch in patches],
+            **{name: [patch[i] for patch in patches] for i, name in enumerate(("point", "layer", "head"))},
             "metric": metrics,
             "clean_metric": clean_metric,
             "corrupted_metric": corrupted_metric,
@@ -317,7 +309,7 @@ def _replaced(
             head = heads_with(exchange.own, ExchangedPart(layer, head, SHIFT_STATE_PART)).start
         kinds = [kind for kind in PART_KINDS if (point.bias if kind == HEAD_PART else point.shift_state)]
         rows.append(exchange.of(layer, head, kinds))
-    donor = [donors.index(patch.point) if patch.point in donors else 0 for patch in patches]
+    donor = [donors.index(point) if point in donors else 0 for point, *_ in patches]
     return exchange.rows(rows), torch.tensor(donor, dtype=torch.long)
 
 
@@ -354,9 +346,9 @@ def _patch_hooks(patches: Sequence[Patch], sources: Sources, rows: slice) -> lis
     """TransformerLens hooks that put the activations of ``patches[rows][i]`` into row i of the input."""
     hooks, patches = [], patches[rows]
     for (point, layer), tensor in sources.items():
-        axis = 2 if has_batch_axis(Patch(point, ALL, ALL)) else 0
-        here = torch.tensor([patch.point == point and patch.layer in (layer, ALL) for patch in patches])
-        named = torch.tensor([patch.head for patch in patches])[:, None]
+        axis = 2 if has_batch_axis(point) else 0
+        here = torch.tensor([name == point and of in (layer, ALL) for name, of, _ in patches])
+        named = torch.tensor([head for *_, head in patches])[:, None]
         mask = here[:, None] & ((named == ALL) | (named == torch.arange(tensor.shape[axis])))
         if bool(mask.any()):
             hooks.append((f"blocks.{layer}.attn.hook_{point}", _setter(mask, tensor, axis)))

@@ -65,7 +65,7 @@ def stacked(part: Literal["attn", "mlp"], name: str) -> Any:
 class HasWeights(HookedRootModule):
     """A model whose weights can be drawn, processed and read by name."""
 
-    cfg: Any
+    cfg: HookedTransformerConfig
     blocks: Any
     embed: Any
     unembed: Any
@@ -371,7 +371,7 @@ def take_weights(model: nn.Module, weights: dict[str, Tensor], given: Set[int]) 
 GROUPS_DIFFER = "its layers differ in the number of query heads per key-value head, of which TransformerLens' folding knows one"
 
 
-def check_factors(cfg: Any) -> None:
+def check_factors(cfg: HookedTransformerConfig) -> None:
     """Raise KVLensError where one pair of factors of W_Q W_K^T and W_V W_O for each head does not compute the same."""
     turned = "between the two factors keys and queries turn with their positions"
     reason = turned if cfg.positional_embedding_type == "rotary" else GROUPS_DIFFER if groups_differ(cfg) else None
@@ -379,7 +379,7 @@ def check_factors(cfg: Any) -> None:
         raise KVLensError(f"refactor_factored_attn_matrices: {reason}. Pass refactor_factored_attn_matrices=False.")
 
 
-def why_norms_stay(cfg: Any) -> str:
+def why_norms_stay(cfg: HookedTransformerConfig) -> str:
     """Why norms of this kind can be neither folded nor replaced by centered weights; empty if they can."""
     if cfg.original_architecture in POST_NORM_ARCHITECTURES:
         return "its norms stand behind the layers, not before them"
@@ -387,7 +387,7 @@ def why_norms_stay(cfg: Any) -> str:
     return "shortformer adds positions to keys and queries after the norm" if is_shortformer else ""
 
 
-def allowed_steps(cfg: Any, steps: Mapping[str, bool]) -> dict[str, bool]:
+def allowed_steps(cfg: HookedTransformerConfig, steps: Mapping[str, bool]) -> dict[str, bool]:
     """Steps of weight processing without those that would change the model, which it logs."""
     of_norms = why_norms_stay(cfg)
     unembed = "a soft cap sees a constant" if cfg.output_logits_soft_cap > 0 else ""
@@ -403,7 +403,7 @@ def allowed_steps(cfg: Any, steps: Mapping[str, bool]) -> dict[str, bool]:
     return {step: wanted and not reasons.get(step) for step, wanted in steps.items()}
 
 
-def groups_differ(cfg: Any) -> bool:
+def groups_differ(cfg: HookedTransformerConfig) -> bool:
     """Whether layers differ in how many query heads share a key-value head."""
     layers = [HookedTransformerConfig.of_layer(cfg, layer) for layer in range(cfg.n_layers)]
     return len({of.n_heads // (of.n_key_value_heads or of.n_heads) for of in layers}) > 1

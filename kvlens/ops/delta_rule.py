@@ -24,6 +24,7 @@ the attention A. Arguments of every form, in this order:
 No form changes its arguments in place. Inputs should be in float32 or better.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -186,7 +187,8 @@ BLOCK = 16
 """Block size with a decay per channel: within a block products are formed pair by pair, between blocks as matrix products."""
 
 
-class Chunks(NamedTuple):
+@dataclass(frozen=True)
+class Chunks:
     """The matrices of the equations above, [batch, head, chunk, ...].
 
     Attributes:

@@ -12,6 +12,7 @@ import re
 import struct
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +46,8 @@ ALIGNMENT = 32
 """Where a file does not say otherwise."""
 
 
-class StoredWeights(NamedTuple):
+@dataclass(frozen=True)
+class StoredWeights:
     """What the header says of a tensor: ``place`` counts bytes from the first tensor, ``kind`` is a type of ggml's."""
 
     shape: tuple[int, ...]

@@ -25,7 +25,7 @@ more); KVSA app. I.
 
 import string
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Int
@@ -47,7 +47,8 @@ STEP_LENGTH = 8  # v = 1 + 2 = 3 ;
 ABSENT, QUESTION, SOLUTION, ANSWER = range(4)  # the role of a token; the answer belongs to the solution
 
 
-class _Problem(NamedTuple):
+@dataclass(frozen=True)
+class _Problem:
     """A batch of chains as tokens, in the order of the chain; columns from a row's ``n_ops`` on are unused."""
 
     n_ops: Int[Tensor, " batch"]

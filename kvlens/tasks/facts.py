@@ -40,21 +40,8 @@ Asked = HookedKVTransformer | KVTransformerBridge
 """What can be asked: a model of kvlens, or one that Transformers runs."""
 
 
-class ScoredQuestions(NamedTuple):
-    """The scored questions: each question the first time it is asked, story by story.
-
-    Attributes:
-        story: index of the story.
-        position: position of the value's token in the tokens of that story, with BOS at 0.
-        token: token id of the value.
-    """
-
-    story: Int[Tensor, " question"]
-    position: Int[Tensor, " question"]
-    token: Int[Tensor, " question"]
-
-
-class Answers(NamedTuple):
+@dataclass(frozen=True)
+class Answers:
     """A model's answers to the scored questions: the logits one position before each value, and the value's token id."""
 
     logits: Float[Tensor, "question d_vocab"]
@@ -93,11 +80,14 @@ class AnswerShares(NamedTuple):
     guess_in_story: float
 
 
-def scored_questions(stories: Sequence[Story]) -> ScoredQuestions:
-    """Collect the questions that are asked for the first time."""
+def scored_questions(
+    stories: Sequence[Story],
+) -> tuple[Int[Tensor, " question"], Int[Tensor, " question"], Int[Tensor, " question"]]:
+    """The scored questions, each the first time it is asked, story by story: the index of the story, the position of the
+    value's token in it, with BOS at 0, and that token."""
     asked = [(row, question) for row, story in enumerate(stories) for question in story.questions if not question.repeated]
     tokens = [story.tokens for story in stories]
-    return ScoredQuestions(
+    return (
         torch.tensor([row for row, _ in asked]),
         torch.tensor([question.value_position for _, question in asked]),
         torch.tensor([tokens[row][question.value_position] for row, question in asked]),

@@ -97,11 +97,11 @@ def test_every_word_of_held_out_stories_is_seen_in_training_joined_to_most_of_th
 
 def test_held_out_batches_score_the_answer_words_and_training_batches_the_answers():
     drawn, (inputs, targets, scored) = TASK.stories(9, seeded(3), "heldout"), TASK.sample(9, seeded(3), "heldout")
-    asked = scored_questions(drawn)
-    assert int(scored.sum()) == len(asked.token)
-    assert bool(scored[asked.story, asked.position - 1].all())
-    assert torch.equal(targets[asked.story, asked.position - 1], asked.token)
-    assert torch.equal(inputs[asked.story, asked.position], asked.token)
+    story, position, token = scored_questions(drawn)
+    assert int(scored.sum()) == len(token)
+    assert bool(scored[story, position - 1].all())
+    assert torch.equal(targets[story, position - 1], token)
+    assert torch.equal(inputs[story, position], token)
     drawn, batch = TASK.stories(9, seeded(3)), FactsTask(2, 7, 120, whole_share=0.0).sample(9, seeded(3))
     for row, story in enumerate(drawn):
         wanted = [position - 1 for q in story.questions for position in range(q.answer_start, q.end)]
@@ -120,7 +120,7 @@ def test_two_hand_made_guessers_reach_the_stated_chance():
     task = make_task("facts", min_facts=6, max_facts=6, length=160)
     drawn = task.stories(1500, seeded(5), "heldout")
     shares = answer_shares(build_model(task, dict(n_layers=1, d_model=16, d_head=8)), drawn[:8])
-    assert shares.n_facts == 6 and shares.n_answers == len(scored_questions(drawn[:8]).token)
+    assert shares.n_facts == 6 and shares.n_answers == len(scored_questions(drawn[:8])[0])
     generator, hits, n = seeded(6), [0, 0], 0
     expected = answer_shares_of_chance(drawn)
     for story in drawn:

@@ -20,8 +20,8 @@ Sources: those of the methods are listed at `kvlens.papers`.
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -152,7 +152,8 @@ def distillation_name(rank: int | None) -> str:
     return f"{DISTILLED}, all entries" if rank is None else f"{DISTILLED}, rank {rank}"
 
 
-class StoredPrompt(NamedTuple):
+@dataclass(frozen=True)
+class StoredPrompt:
     """A prompt, stored in some way.
 
     Attributes:

@@ -22,7 +22,7 @@ so no text is drawn, and nothing is fitted to a sample. Two shares of B are give
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import pandas as pd
 import torch
@@ -39,7 +39,8 @@ NOTICED = 0.01
 """A share of the prompt's term above this is called left over."""
 
 
-class Moments(NamedTuple):
+@dataclass(frozen=True)
+class Moments:
     """E(N) and E(N^2), of the number of tokens of a text."""
 
     mean: float

@@ -6,7 +6,8 @@ page (:mod:`kvlens.papers.kvsa`) the options that set those that do not depend o
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -69,7 +70,8 @@ def steps_in_words(settings: Mapping[str, Any]) -> str:
 # --- the paper's own models ---
 
 
-class PrintedSize(NamedTuple):
+@dataclass(frozen=True)
+class PrintedSize:
     """A column of table 6, in its order; heads have 128 dimensions. ``batch_size`` is GPUs times sequences for each."""
 
     d_model: int
