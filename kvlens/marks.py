@@ -18,9 +18,9 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any
 
 from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
 
 from kvlens.arguments import Span
 from kvlens.errors import KVLensError
@@ -36,13 +36,13 @@ ReadText = tuple[list[int], list[Span] | None]
 the tokenizer does not tell."""
 
 
-def read(tokenizer: Any, text: str) -> ReadText:
+def read(tokenizer: PreTrainedTokenizerBase, text: str) -> ReadText:
     """Read a text as Transformers does: whatever is written like a mark is one."""
     found = tokenizer(text, add_special_tokens=False)
     return found["input_ids"], found.encodings[0].offsets if tokenizer.is_fast else None
 
 
-def marks_of(tokenizer: Any) -> dict[int, str]:
+def marks_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     """The marks by their ids; a token that stands for unknown words is none, unless it is something else, too."""
     template = _written(tokenizer)
     knows_all = tokenizer.is_fast and getattr(tokenizer.backend_tokenizer.model, "unk_token", "") is None
@@ -56,7 +56,7 @@ def marks_of(tokenizer: Any) -> dict[int, str]:
     }
 
 
-def _written(tokenizer: Any) -> str:
+def _written(tokenizer: PreTrainedTokenizerBase) -> str:
     """The source of the chat template and what it writes around a message of each role, where it puts strings together."""
     template = getattr(tokenizer, "chat_template", None)
     found = [str(template or "")]
@@ -67,18 +67,18 @@ def _written(tokenizer: Any) -> str:
     return "\n".join(found)
 
 
-def marks_in(tokenizer: Any, marks: Mapping[int, str], text: str) -> list[str]:
+def marks_in(tokenizer: PreTrainedTokenizerBase, marks: Mapping[int, str], text: str) -> list[str]:
     """The marks that a tokenizer finds in a text by itself, each once, in order."""
     return list(dict.fromkeys(marks[i] for i in read(tokenizer, text)[0] if i in marks))
 
 
-def without_marks(tokenizer: Any, sentences: Iterable[str]) -> list[str]:
+def without_marks(tokenizer: PreTrainedTokenizerBase, sentences: Iterable[str]) -> list[str]:
     """The sentences that contain no mark: text that is read after a prompt must begin no message, either."""
     marks = marks_of(tokenizer)
     return [sentence for sentence in sentences if not marks_in(tokenizer, marks, sentence)]
 
 
-def read_as_text(tokenizer: Any, marks: Mapping[int, str], text: str, words: Sequence[Span]) -> ReadText:
+def read_as_text(tokenizer: PreTrainedTokenizerBase, marks: Mapping[int, str], text: str, words: Sequence[Span]) -> ReadText:
     """Read a text in which marks among ``words`` are text, and all others are marks.
 
     Args:

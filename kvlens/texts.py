@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from kvlens.checks import checked
 from kvlens.model import KVModel
@@ -88,7 +89,7 @@ def _without_completed(found: re.Match[str]) -> str:
     return "".join(f"<0x{byte}>" for byte in parts[: len(parts) - n]) + character
 
 
-def _read(tokenizer: Any, ids: list[int]) -> list[tuple[str, bytes]]:
+def _read(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[tuple[str, bytes]]:
     """The text of every token, and the trailing bytes of a character that is not complete yet."""
     if tokenizer is None:
         return [(str(token), b"") for token in ids]
@@ -118,7 +119,7 @@ def _behind(waiting: bytes, piece: tuple[str, bytes | None]) -> tuple[str, bytes
             at = end
 
 
-def _piece(tokenizer: Any, token: int) -> tuple[str, bytes | None]:
+def _piece(tokenizer: PreTrainedTokenizerBase, token: int) -> tuple[str, bytes | None]:
     """A token as it appears inside a text, and its bytes where they are not UTF-8 by themselves.
 
     SentencePiece tokenizers drop the leading blank of a token decoded alone.

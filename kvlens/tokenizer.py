@@ -223,7 +223,7 @@ def with_bos_in_front(tokenizer: PreTrainedTokenizerBase, name: str, architectur
     return tokenizer
 
 
-def check_vocabulary(tokenizer: Any, d_vocab: int, what: str, whose: str) -> None:
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, d_vocab: int, what: str, whose: str) -> None:
     """Hold a tokenizer against ``whose`` vocabulary of ``d_vocab``: a warning if it has fewer than half as many tokens.
 
     Raises:
@@ -240,7 +240,7 @@ def check_vocabulary(tokenizer: Any, d_vocab: int, what: str, whose: str) -> Non
         )
 
 
-def warn_of_unknown_words(tokenizer: Any, texts: str | list[str], tokens: Int[Tensor, "batch pos"]) -> None:
+def warn_of_unknown_words(tokenizer: PreTrainedTokenizerBase, texts: str | list[str], tokens: Int[Tensor, "batch pos"]) -> None:
     """Warn if words of ``texts`` are not in the vocabulary: the model reads the same token for all of them.
 
     Args:

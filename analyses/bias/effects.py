@@ -156,7 +156,7 @@ def bias_effects(
     chosen = exchange.rows([exchange.of(layer, head, KINDS_OF[part]) for *_, part, layer, head in ablations])
     with progress("bias_effects") as tell:
         numbers = _measured(model, text, exchange, chosen, donor, target, tell)
-    which = {name: [ablation[i] for ablation in ablations] for i, name in enumerate([*COLUMNS][:5])}
+    which = pd.DataFrame(ablations, columns=["method", "reference", "part", "layer", "head"])
     return COLUMNS.frame({**which, **numbers})
 
 

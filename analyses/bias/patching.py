@@ -210,7 +210,7 @@ def activation_patching(
     gap = clean_metric - corrupted_metric
     return COLUMNS.frame(
         {
-            **{name: [patch[i] for patch in patches] for i, name in enumerate(("point", "layer", "head"))},
+            **pd.DataFrame(patches, columns=["point", "layer", "head"]),
             "metric": metrics,
             "clean_metric": clean_metric,
             "corrupted_metric": corrupted_metric,
@@ -347,7 +347,7 @@ def _patch_hooks(patches: Sequence[Patch], sources: Sources, rows: slice) -> lis
     hooks, patches = [], patches[rows]
     for (point, layer), tensor in sources.items():
         axis = 2 if has_batch_axis(point) else 0
-        here = torch.tensor([name == point and of in (layer, ALL) for name, of, _ in patches])
+        here = torch.tensor([name == point and where in (layer, ALL) for name, where, _ in patches])
         named = torch.tensor([head for *_, head in patches])[:, None]
         mask = here[:, None] & ((named == ALL) | (named == torch.arange(tensor.shape[axis])))
         if bool(mask.any()):

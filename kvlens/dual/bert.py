@@ -23,7 +23,7 @@ import torch
 from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import BertForSequenceClassification, PreTrainedTokenizerBase
+from transformers import BertForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvlens.components.heads import ACTIVATIONS
 from kvlens.errors import KVLensError
@@ -101,7 +101,7 @@ def _adapter(projection: nn.Linear, settings: Augmented, generator: torch.Genera
     return nn.ParameterList(weights)
 
 
-def swap_self_attention(model: Any, variant: AttentionVariantConfig | dict[str, Any], seed: int = 0) -> Any:
+def swap_self_attention(model: PreTrainedModel, variant: AttentionVariantConfig | dict[str, Any], seed: int = 0) -> Any:
     """Give every layer of a ``BertForSequenceClassification`` the variant, in place; return the model.
 
     Args:
@@ -205,8 +205,8 @@ def matthews(predicted: Numbers, labels: Numbers) -> float:
 
 
 def fine_tune(
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     folder: str | Path,
     *,
     epochs: int = 5,
@@ -251,7 +251,7 @@ def fine_tune(
 
 
 @torch.no_grad()
-def _classify(model: Any, tokenizer: Any, sentences: list[str], batch_size: int) -> Numbers:
+def _classify(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sentences: list[str], batch_size: int) -> Numbers:
     """The classes, without dropout."""
     model.eval()
     parts = (sentences[i : i + batch_size] for i in range(0, len(sentences), batch_size))
@@ -259,7 +259,7 @@ def _classify(model: Any, tokenizer: Any, sentences: list[str], batch_size: int)
     return scores.argmax(dim=-1).double().cpu().numpy()
 
 
-def _scores(model: Any, tokenizer: Any, sentences: list[str]) -> Float[Tensor, "sentence 2"]:
+def _scores(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sentences: list[str]) -> Float[Tensor, "sentence 2"]:
     inputs = tokenizer(sentences, padding=True, truncation=True, max_length=LONGEST, return_tensors="pt")
     device = next(model.parameters()).device
     return model(**{name: x.to(device) for name, x in inputs.items()}).logits

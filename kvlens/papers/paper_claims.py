@@ -9,6 +9,7 @@ result, separated by semicolons. Words without quotation marks are not the paper
 claims, or what kvlens asks beyond the paper. No cell contains a vertical bar.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 VERDICTS = ("holds", "does not hold", "inconclusive", "not tested")
@@ -16,7 +17,8 @@ COLUMNS = ("claim", "place", "the paper's words", "verdict", "here", "by")
 UNTESTED = "-"
 
 
-class Result(NamedTuple):
+@dataclass(frozen=True)
+class Result:
     """What was found about a claim.
 
     Attributes:

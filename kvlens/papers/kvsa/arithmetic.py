@@ -95,7 +95,7 @@ def cells(settings: Settings) -> Iterator[Cell]:
         )
 
 
-def examine(task: ArithmeticTask, n_problems: int, label: str, seed: int, model: Any) -> list[dict[str, Any]]:
+def examine(task: ArithmeticTask, n_problems: int, label: str, seed: int, model: HookedKVTransformer) -> list[dict[str, Any]]:
     """One row for each number of operations and way of scoring."""
     fixed = dict(max_ops=task.max_ops, test_ops=task.test_ops, chance=task.chance)
     return [

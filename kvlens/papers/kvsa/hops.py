@@ -15,6 +15,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.learned import Cell, Goal, last_heldout, lead, of_heldout, train_cells
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
@@ -86,7 +87,7 @@ def of_all_hops(settings: Settings, models: Mapping[str, Any], n_layers: int) ->
     """Models that learn all numbers of hops up to the largest, and are examined on each."""
     task = HopsTask(k=max(settings["hops"]), mixed=True, **settings["task"])
 
-    def examine(label: str, seed: int, model: Any) -> list[dict[str, Any]]:
+    def examine(label: str, seed: int, model: HookedKVTransformer) -> list[dict[str, Any]]:
         by_hops = accuracies(model, task, settings["n_sequences"])
         return [dict(model=label, seed=seed, k=k, accuracy=by_hops[k]) for k in settings["hops"]]
 

@@ -22,6 +22,7 @@ import pandas as pd
 import torch
 
 from kvlens.analyses import induction_heads as score_heads
+from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.learned import Cell, Goal, differences_by_seed, of_heldout, train_cells
 from kvlens.papers.harness.plots import PLAIN_COLOR, SHIFTED_COLOR, draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
@@ -88,7 +89,7 @@ def cells(settings: Settings, answers: list[dict[str, Any]]) -> Iterator[Cell]:
     models = {label: {**settings["model"], **own, "n_ctx": task["length"]} for label, own in MODELS.items()}
     blocks = make_task("induction", **task)
 
-    def examine(reads: str, own: Task, label: str, seed: int, model: Any) -> list[dict[str, Any]]:
+    def examine(reads: str, own: Task, label: str, seed: int, model: HookedKVTransformer) -> list[dict[str, Any]]:
         if label == SHIFT_1:
             answers.append(dict(model=label, seed=seed, reads=reads, **answers_to_three(model, n_texts)))
         start = build_model(own, {**models[label], "seed": seed})
@@ -104,7 +105,7 @@ def cells(settings: Settings, answers: list[dict[str, Any]]) -> Iterator[Cell]:
         yield Cell(own, chosen, dict(reads=reads), seeds=seeds, title=reads, examine=partial(examine, reads, own))
 
 
-def head_rows(start: Any, model: Any, n_texts: int, n_repeated: int) -> list[dict[str, Any]]:
+def head_rows(start: Any, model: HookedKVTransformer, n_texts: int, n_repeated: int) -> list[dict[str, Any]]:
     """One row per head of a trained model: where its coefficients started (None without a shift), and its score."""
     found = score_heads(model, n_sequences=n_texts, n_repeated=n_repeated, seed=FRESH)
     found = found[found["kind"] == "prefix_matching"]
@@ -124,7 +125,7 @@ def coefficients(attn: Any, head: int) -> tuple[list[float], list[float]]:
 
 
 @torch.no_grad()
-def answers_to_three(model: Any, n_texts: int) -> dict[str, float]:
+def answers_to_three(model: HookedKVTransformer, n_texts: int) -> dict[str, float]:
     """The shares of texts A B C A that the model continues with B, as an induction head does, and with C, the token before."""
     tokens = draw_distinct(model.cfg.d_vocab, n_texts, 3, torch.Generator().manual_seed(FRESH))
     text = torch.cat([tokens, tokens[:, :1]], dim=1)
