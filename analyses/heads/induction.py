@@ -48,7 +48,7 @@ from .repeated_text import (
     shifted_projections,
 )
 from .rows import visit_rows
-from .verdicts import MATCHES, WORTH_ASKING, Losses, contrasts
+from .verdicts import MATCHES, WORTH_ASKING, contrasts
 
 # All measures of heads that come from one forward pass over repeated tokens.
 #
@@ -257,7 +257,7 @@ class HeadsFound(NamedTuple):
         taps: the shift coefficients as used.
         ablation: the effect of resampling a head's output; NaN unless requested.
         swap_changes: the change of the loss when a head reads another text's token at a kind of position; NaN unless requested.
-        losses: both with their errors, for the verdicts; None if they were not measured.
+        swap_errors: the standard errors of the differences of two swaps; None if they were not measured.
     """
 
     repeated: RepeatedTokens
@@ -267,7 +267,7 @@ class HeadsFound(NamedTuple):
     taps: list[ShiftTaps]
     ablation: AblationEffect
     swap_changes: Float[Tensor, "kind layer head"]
-    losses: Losses | None
+    swap_errors: Float[Tensor, "kind kind layer head"] | None
 
 
 def look_at_heads(
@@ -300,7 +300,7 @@ def look_at_heads(
         return HeadsFound(*measured, ablated, unknown, None)
     asked = ablated.loss_change.abs() > WORTH_ASKING
     costs, errors = swap_costs(model, repeated, donors, taps, asked)
-    return HeadsFound(*measured, ablated, costs, Losses(ablated.loss_change, ablated.loss_error, costs, errors))
+    return HeadsFound(*measured, ablated, costs, errors)
 
 
 def check_model(model: KVModel) -> None:

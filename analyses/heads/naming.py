@@ -136,7 +136,8 @@ def induction_verdicts(
     found = look_at_heads(
         model, prompt, n_sequences=n_sequences, n_repeated=n_repeated, seed=seed, prepend_bos=prepend_bos, ablations=ablations,
     )  # fmt: skip
-    verdicts = name_heads(found.scores, found.control, found.repeated, found.losses, threshold=threshold, ratio=ratio)
+    losses = None if found.swap_errors is None else (found.ablation, found.swap_changes, found.swap_errors)
+    verdicts = name_heads(found.scores, found.control, found.repeated, losses, threshold=threshold, ratio=ratio)
     return _frame(model, found, verdicts, threshold)
 
 

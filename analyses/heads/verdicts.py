@@ -58,6 +58,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from .ablation import AblationEffect
 from .repeated_text import PATTERNS, PatternScores, RepeatedTokens, lags_and_queries
 
 # The name of a head by the loss, if ablations and swaps were measured.
@@ -90,13 +91,8 @@ MARGIN = 2.0
 PART = 1 / 3
 
 
-class Losses(NamedTuple):
-    """Changes by ablations and swaps, with standard errors (of the difference of two swaps; on the diagonal, of one)."""
-
-    ablation: Float[Tensor, "layer head"]
-    ablation_error: Float[Tensor, "layer head"]
-    swaps: Float[Tensor, "kind layer head"]
-    swap_errors: Float[Tensor, "kind kind layer head"]
+Losses = tuple[AblationEffect, Float[Tensor, "kind layer head"], Float[Tensor, "kind kind layer head"]]
+"""The effects of ablations, those of swaps, and the latter's errors (:func:`~kvlens.analyses.heads.ablation.swap_costs`)."""
 
 
 class Named(NamedTuple):
@@ -372,13 +368,14 @@ def _by_pattern(of_head: dict[str, _Evidence], errors: dict[bool, Tensor]) -> tu
 
 def _by_loss(of_head: dict[str, _Evidence], named: Named, losses: Losses, layer: int, head: int) -> Named:
     """The name of one head, given the costs of its ablation and of the swaps of the kinds considered."""
+    ablation, swaps, errors = losses
     asked = [i for i, kind in enumerate(PATTERNS) if float(of_head[kind].lead) >= LEAD]
     return name_by_loss(
         VERDICTS,
         named,
-        (float(losses.ablation[layer, head]), float(losses.ablation_error[layer, head])),
-        {PATTERNS[a]: float(losses.swaps[a, layer, head]) for a in asked},
-        {(PATTERNS[a], PATTERNS[b]): float(losses.swap_errors[a, b, layer, head]) for a in asked for b in asked},
+        (float(ablation.loss_change[layer, head]), float(ablation.loss_error[layer, head])),
+        {PATTERNS[a]: float(swaps[a, layer, head]) for a in asked},
+        {(PATTERNS[a], PATTERNS[b]): float(errors[a, b, layer, head]) for a in asked for b in asked},
     )
 
 

@@ -49,9 +49,9 @@ def dual_equivalence(settings: Settings, tell: Tell) -> Reproduction:
         rates = torch.full((len(seeds),), settings["learning_rate"], dtype=torch.float64)
         course = train_layer(layer, W, settings, task, settings["steps"], seeds, rates)
         tell(f"{task}: held-out error over the variance {float(course[0][1].mean()):.3g} -> {float(course[-1][1].mean()):.3g}")
-        tests = draw_sequences(W, task, seeds, 4, settings["test_sequences"], settings["n_demonstrations"])
+        tests, _ = draw_sequences(W, task, seeds, 4, settings["test_sequences"], settings["n_demonstrations"])
         with torch.no_grad():
-            q, k, v = layer.projections(tests.tokens)
+            q, k, v = layer.projections(tests)
         scale = q.shape[-1] ** 0.5
         for (s, seed), i, kernel in itertools.product(enumerate(seeds), range(settings["test_sequences"]), KERNELS):
             output, after, shuffled = _both(q[s, i, -1], k[s, i], v[s, i], scale, kernel, seed)

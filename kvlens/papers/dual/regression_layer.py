@@ -16,7 +16,7 @@ with the entries of W normal, of variance 1 / d_x.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -32,11 +32,8 @@ BLOCK = 100
 """The number of steps whose sequences are drawn at once."""
 
 
-class Sequences(NamedTuple):
-    """Tokens with the last label hidden, and that label."""
-
-    tokens: Float[Tensor, "seed batch token d"]
-    answers: Float[Tensor, "seed batch"]
+Sequences = tuple[Float[Tensor, "seed batch token d"], Float[Tensor, "seed batch"]]
+"""Tokens with the last label hidden, and that label."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,7 @@ def draw_sequences(
     y = TASKS[task](torch.einsum("sbtd,sbd->sbt", x, W))
     answers = y[..., -1].clone()
     y[..., -1] = 0
-    return Sequences(torch.cat([x, y[..., None]], dim=-1), answers)
+    return torch.cat([x, y[..., None]], dim=-1), answers
 
 
 def draw_layer(seeds: list[int], d: int, variant: Variant, stream: int = 2) -> RegressionLayer:
@@ -149,8 +146,8 @@ def draw_layer(seeds: list[int], d: int, variant: Variant, stream: int = 2) -> R
 
 def squared_errors(layer: RegressionLayer, sequences: Sequences) -> Float[Tensor, " seed"]:
     """Mean squared error of the last token's label, of every seed."""
-    predicted = layer.outputs(sequences.tokens, last=1)[..., -1, -1]
-    return (predicted - sequences.answers).square().mean(dim=1)
+    tokens, answers = sequences
+    return (layer.outputs(tokens, last=1)[..., -1, -1] - answers).square().mean(dim=1)
 
 
 def train_layer(
@@ -184,13 +181,14 @@ def train_layer(
     own = W[[seeds.index(seed) for seed in drawn]]
 
     def sequences(stream: int, n_sequences: int) -> Sequences:
-        return Sequences(*(part[rows] for part in draw_sequences(own, task, drawn, stream, n_sequences, n, several)))
+        tokens, answers = draw_sequences(own, task, drawn, stream, n_sequences, n, several)
+        return tokens[rows], answers[rows]
 
     heldout = sequences(3, settings["heldout_sequences"])
-    variance = heldout.answers.var(dim=1, correction=0)
+    variance = heldout[1].var(dim=1, correction=0)
     course, every = [], max(1, steps // N_EVALUATIONS)
     for block in range(0, steps + 1, BLOCK):
-        batches = sequences(1000 + block, BLOCK * settings["batch_size"])
+        tokens, answers = sequences(1000 + block, BLOCK * settings["batch_size"])
         for step in range(block, min(block + BLOCK, steps + 1)):
             if step % every == 0 or step == steps:
                 with torch.no_grad():
@@ -199,7 +197,7 @@ def train_layer(
             if step == steps:
                 break
             here = slice((step - block) * settings["batch_size"], (step - block + 1) * settings["batch_size"])
-            loss = squared_errors(layer, Sequences(batches.tokens[:, here], batches.answers[:, here])).sum()
+            loss = squared_errors(layer, (tokens[:, here], answers[:, here])).sum()
             gradients = torch.autograd.grad(loss, layer.parameters)
             with torch.no_grad():
                 for parameter, gradient in zip(layer.parameters, gradients, strict=True):

@@ -47,14 +47,14 @@ def test_errors_are_over_the_variance_of_the_labels():
     layer.W_V = torch.zeros_like(layer.W_V)
     W = draw_tasks(seeds, 2)
     ((_, error),) = train_layer(layer, W, SETTINGS, "exponential", 0, seeds, torch.zeros(2, dtype=torch.float64))
-    answers = draw_sequences(W, "exponential", seeds, 3, 4, 5).answers
+    _, answers = draw_sequences(W, "exponential", seeds, 3, 4, 5)
     torch.testing.assert_close(error, answers.square().mean(1) / answers.var(dim=1, correction=0), rtol=1e-11, atol=0)
 
 
 @pytest.mark.parametrize("name", dual_variants.VARIANTS)
 def test_the_last_output_alone_is_that_of_all(name):
     layer = draw_layer([0, 1], 3, dual_variants.VARIANTS[name])
-    tokens = draw_sequences(draw_tasks([0, 1], 2), "linear", [0, 1], 4, 3, 9).tokens
+    tokens, _ = draw_sequences(draw_tasks([0, 1], 2), "linear", [0, 1], 4, 3, 9)
     torch.testing.assert_close(layer.outputs(tokens, last=1), layer.outputs(tokens)[..., -1:, :], rtol=1e-13, atol=1e-14)
 
 
@@ -67,10 +67,10 @@ def test_training_lowers_the_error():
 
 
 def test_the_last_label_is_hidden():
-    sequences = draw_sequences(draw_tasks([0], 2), "exponential", [0], 4, 3, 5)
-    assert sequences.tokens[..., -1, -1].abs().max() == 0
-    x, W = sequences.tokens[0, :, -1, :2], draw_tasks([0], 2)[0]
-    torch.testing.assert_close(sequences.answers[0], (x @ W).exp(), rtol=1e-11, atol=0)
+    tokens, answers = draw_sequences(draw_tasks([0], 2), "exponential", [0], 4, 3, 5)
+    assert tokens[..., -1, -1].abs().max() == 0
+    x, W = tokens[0, :, -1, :2], draw_tasks([0], 2)[0]
+    torch.testing.assert_close(answers[0], (x @ W).exp(), rtol=1e-11, atol=0)
 
 
 def test_variants_that_are_nothing_are_plain():
@@ -196,7 +196,7 @@ def test_with_several_tasks_each_sequence_has_its_own():
     tasks = draw_tasks([0], 3)
     solved = []
     for stream in (3, 1000):
-        tokens = draw_sequences(tasks, "linear", [0], stream, 2, 3, several=True).tokens[0, :, :-1]
+        tokens = draw_sequences(tasks, "linear", [0], stream, 2, 3, several=True)[0][0, :, :-1]
         solved += list(torch.linalg.solve(tokens[..., :3], tokens[..., 3]))
     assert all((a - b).norm() > 1e-3 for i, a in enumerate(solved) for b in [*solved[:i], tasks[0]])
 
