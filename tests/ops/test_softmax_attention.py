@@ -204,7 +204,7 @@ def test_one_softmax_over_all_keys_is_the_plain_equation(n_queries, prompts, dis
     for some in (extra, own) if n_queries == 1 and not distances else ():
         with torch.no_grad():
             apart = merge_extra_keys(context.z, context.log_normalizer, q, some, scale)
-            torch.testing.assert_close(last_with_extra_keys(q, k, v, [(None, some)], scale), apart, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(last_with_extra_keys(q, k, v, some, scale), apart, rtol=1e-12, atol=1e-12)
     weights = normal(*z.shape, seed=25)
     used = (b_d > 0).detach()  # a key without a weight is none: the plain equation has a slope there, towards a new key
     for a, b, leaf in zip(
