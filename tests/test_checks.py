@@ -12,26 +12,21 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
-from jaxtyping import Float, Int, _decorator
+from jaxtyping import Float, _decorator
 from tiny_text_model import tiny_text_model
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from kvlens import (
-    HookedKVTransformer,
-    KVBias,
     KVLensError,
-    KVModel,
     KVTransformerBridge,
     analyses,
     convert_prompt,
 )
-from kvlens.checks import Count, Finite, Seed, Within, checked, ensure, members, reader_of
+from kvlens.checks import Count, Finite, Seed, Within, checked, members, reader_of
 from kvlens.ops import rotary
-from kvlens.tasks import Task, make_task
 
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 
@@ -72,14 +67,8 @@ def model():
 
 def placeholder(kind):
     """Something of a type, for an argument that is not the one in question."""
-    kind = KVBias if KVBias in members(kind) else members(kind)[0]
-    kind = getattr(kind, "__origin__", kind)
-    made = {str: "a", int: 1, float: 1.0, bool: True, pd.DataFrame: pd.DataFrame(), Sequence: [], Iterable: [], Mapping: {}}
-    made |= {Callable: print, torch.Generator: torch.Generator(), PreTrainedTokenizerFast: model().tokenizer}
-    made |= {HookedKVTransformer: model(), KVModel: model(), Task: make_task("induction")}
-    if kind not in made and isinstance(kind, type) and kind.__module__.partition(".")[0] in ("analyses", "kvlens"):
-        return object.__new__(kind)
-    return made.get(kind, torch.zeros(1, dtype=torch.long))
+    kind = getattr(members(kind)[0], "__origin__", members(kind)[0])
+    return {str: "a", int: 1, float: 1.0, bool: True, Sequence: [], Iterable: [], Mapping: {}}.get(kind)
 
 
 def test_a_door_checks_calls_from_outside_alone():
@@ -121,7 +110,6 @@ def taken(
     names: Collection[str] = (),
     by_name: Mapping[str, float] | None = None,
     call: Callable[[int], None] | None = None,
-    tensor: Float[Tensor, " pos"] | None = None,
     several: str | Float[Tensor, " pos"] | None = None,
     count: Count | None = None,
     share: Annotated[float, Within(above=0, most=1)] = 0.5,
@@ -129,7 +117,6 @@ def taken(
     seed: Seed = 0,
     size: Annotated[int, Within(1)] | Literal[-1] = -1,
     choice: Literal["equal", "greedy"] | None = "equal",
-    queries: Int[Tensor, " query"] = torch.zeros(0, dtype=torch.long),  # noqa: B008
     anything=None,
 ):
     return dict(locals())
@@ -163,9 +150,6 @@ REFUSED = [
     *(("groups", x) for x in ([3], [[3]], [[(1, 2, 3)]], [["ab"]])),
     *(("stream", x) for x in (3, "ab", [3])),
     *(("by_name", x) for x in ([], {"a": "x"}, {3: 1})),
-    *(("call", x) for x in (3, "x", [])),
-    *(("queries", x) for x in (3, [1], np.ones(2))),
-    ("tensor", "x"),
     *(("count", x) for x in (0, -1, True, 1.5, "3", 2**63, 2**4000)),
     *(("share", x) for x in (0, -1, 1.5, math.nan, math.inf, True, "x")),
     *(("finite", x) for x in (math.inf, -math.inf, math.nan, 2**2000, "x", None)),
@@ -193,29 +177,16 @@ def test_a_stream_is_not_read_ahead():
 
 
 def test_the_words():
-    with pytest.raises(KVLensError, match="groups must be a list of lists of pairs, got 3$"):
-        taken(groups=3)
-    with pytest.raises(KVLensError, match="mixed must be a list of whole numbers or strings, got 'x'$"):
-        taken(mixed="x")
-    with pytest.raises(KVLensError, match=r"whole must be a whole number or None, got Tensor of shape \[2\]$"):
-        taken(whole=torch.ones(2))
     for given, words in (
-        (dict(count=0), "count must be at least 1, got 0"),
+        (dict(mixed="x"), "mixed must be a list, each a whole number or a string, got 'x'"),
+        (dict(whole=torch.ones(2)), r"whole must be a whole number or None, got Tensor of shape \[2\]"),
         (dict(share=0), "share must be above 0 and at most 1, got 0"),
-        (dict(finite=math.inf), "finite must be a finite number, got inf"),
         (dict(size=0), "size must be a whole number of at least 1 or -1, got 0"),
         (dict(choice="greddy"), "choice must be one of equal, greedy, or None, got 'greddy'; did you mean 'greedy'[?]"),
-        (dict(tensor="x"), r"tensor must be a tensor \[pos\] or None, got 'x'"),
         (dict(count=2**20_000), r"count must be from 1 to 2\*\*63 - 1, got a number of 20001 bits"),
     ):
-        with pytest.raises(KVLensError, match=f"{words}$"):
+        with pytest.raises(KVLensError, match=f"taken: {words}$"):
             taken(**given)
-    with pytest.raises(KVLensError, match=r"^--null must be at least 19, got 3$"):
-        ensure("--null", Annotated[int, Within(19, 99)], 3)
-    with pytest.raises(KVLensError, match=r"^--null must be from 19 to 99, got 100$"):
-        ensure("--null", Annotated[int, Within(19, 99)], 100)
-    with pytest.raises(KVLensError, match=r"^--null must be a whole number from 19 to 99, got 'x'$"):
-        ensure("--null", Annotated[int, Within(19, 99)], "x")
 
 
 @pytest.mark.parametrize(
@@ -285,12 +256,8 @@ def test_postponed_annotations_are_checked_too_except_for_what_does_not_exist_ye
 
 def test_the_message_says_what_was_expected_and_what_came():
     with pytest.raises(KVLensError) as refused:
-        read(torch.ones(5, 4, 3), v=torch.ones(3, 3))
-    assert str(refused.value) == (
-        "read: expected q [..., head, d], v [kv_head, d], head a multiple of kv_head; got q [5, 4, 3], v [3, 3]"
-    )
-    with pytest.raises(KVLensError, match=r"^read: rows must be a tensor \[\.\.\., 2\] or None, got 'x'$"):
-        read(torch.ones(5, 4, 3), torch.ones(2, 3), "x")
+        read(torch.ones(5, 4, 3), v=torch.ones(3, 2))
+    assert str(refused.value) == "read: expected q [..., head, d], v [kv_head, d]; got q [5, 4, 3], v [3, 2]"
 
 
 def test_axes_may_be_several_broadcast_given_by_number_or_absent():
@@ -299,51 +266,6 @@ def test_axes_may_be_several_broadcast_given_by_number_or_absent():
     for rows in (torch.ones(7, 3), torch.ones(5, 2), torch.ones(3, 7, 2), torch.ones(5, 5, 7, 2)):
         with pytest.raises(KVLensError):
             read(q, v, rows)
-    with pytest.raises(KVLensError):  # 4 heads cannot share none
-        read(q, torch.ones(0, 3))
-
-
-def test_what_fitted_once_does_not_let_other_shapes_and_kinds_in():
-    assert read(q=torch.ones(5, 4, 3), v=torch.ones(2, 3)) == 5
-    with pytest.raises(KVLensError):
-        read(v=torch.ones(5, 4, 3), q=torch.ones(2, 3))
-    for _ in range(2):
-        assert read(torch.ones(5, 4, 3), torch.ones(2, 3)) == 5
-        for wrong in (torch.ones(3, 3), 3, None, [torch.ones(2, 3)]):
-            with pytest.raises(KVLensError):
-                read(torch.ones(5, 4, 3), wrong)
-
-
-@checked
-def grammar(
-    last: Float[Tensor, " n-1"] | None = None,
-    pairs: Float[Tensor, "... two=2"] | None = None,
-    rows: Float[Tensor, " n #m _"] | None = None,
-    more: Float[Tensor, "#n m _any"] | None = None,
-) -> None: ...
-
-
-def test_shapes_have_jaxtypings_whole_grammar():
-    x = torch.ones
-    for fits in (
-        dict(pairs=x(2)),
-        dict(pairs=x(5, 7, 2)),
-        dict(last=x(4), rows=x(5, 1, 3)),
-        dict(rows=x(5, 7, 3), more=x(1, 7, 9)),
-        dict(rows=x(5, 1, 3), more=x(5, 7, 9)),
-    ):
-        grammar(**fits)
-    for wrong in (
-        dict(pairs=x(3)),
-        dict(pairs=x(())),
-        dict(last=x(5), rows=x(5, 1, 3)),
-        dict(rows=x(5, 7, 3), more=x(1, 6, 9)),
-        dict(rows=x(5, 7, 3), more=x(2, 7, 9)),
-    ):
-        with pytest.raises(KVLensError, match="grammar: expected .*; got "):
-            grammar(**wrong)
-    with pytest.raises(KVLensError, match=r"expected pairs \[\.\.\., two=2\], rows \[n, m or 1, any\]; got pairs \[3\], rows"):
-        grammar(None, x(3), x(5, 7, 3))
 
 
 class Held(NamedTuple):
@@ -365,18 +287,6 @@ def test_tensors_inside_arguments_are_held_too():
     ):
         with pytest.raises(KVLensError, match=r"inside: expected held.keys .*, each of weights .*; got held.keys"):
             inside(held, weights, x)
-
-
-def test_remembered_shapes_do_not_let_a_number_through():
-    @checked
-    def scaled(x: Float[Tensor, " d"], by: float, times: int = 1) -> Tensor:
-        return x * by * times
-
-    x = torch.ones(3)
-    assert scaled(x, 2.0).tolist() == scaled(x, 2.0, np.int64(1)).tolist() == [2.0] * 3
-    for wrong in ((x, math.nan), (x, "2"), (x, 2.0, True), (x, 2.0, 1.0)):
-        with pytest.raises(KVLensError, match="scaled: (by|times) must be a"):
-            scaled(*wrong)
 
 
 def test_a_dataclass_is_held_to_its_fields():
@@ -431,25 +341,6 @@ def test_a_call_with_anything_leaves_no_hook_behind(method, kind):
     assert failures > 0.5 * len(names) * len(VALUES)
 
 
-def said(call):
-    with pytest.raises(KVLensError) as raised:
-        call()
-    return str(raised.value)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", MODELS)
-def test_the_error_names_the_argument_and_what_it_takes(kind):
-    model = MODELS[kind]()
-    if kind == "bridge":  # Transformers would leave it out
-        assert "no argument is called 'atention_mask'; did you mean 'attention_mask'?" in said(
-            lambda: model(TOKENS, atention_mask=torch.ones_like(TOKENS))
-        )
-    assert "attention_mask must be a tensor [1, 5]" in said(lambda: model(TOKENS, attention_mask=torch.ones(2, 3)))
-    assert "expected the stream, floating-point numbers [batch, pos, " in said(lambda: model(TOKENS, start_at_layer=1))
-    assert "token ids must lie in 0.." in said(lambda: model(TOKENS + 100_000))
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", MODELS)
 def test_what_is_right_in_another_form_passes(kind):
@@ -464,9 +355,3 @@ def test_what_is_right_in_another_form_passes(kind):
     assert torch.equal(model(cache[name], start_at_layer=np.int64(1)), expected)
     loss, gradients = model.run_with_cache(TOKENS, incl_bwd=True, return_type="loss")
     assert loss.dim() == 0 and any(entry.endswith("_grad") for entry in gradients)
-
-
-def test_a_bridge_without_a_tokenizer_asks_for_tokens():
-    model = bridge()
-    for call in (model, model.run_with_cache, model.run_with_hooks):
-        assert "this model has no tokenizer: give token ids" in said(lambda call=call: call("a text"))

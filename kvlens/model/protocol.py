@@ -16,7 +16,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from kvlens.checks import CALLED
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.kv_bias.exact import PromptBatch, PromptReading
 from kvlens.ops.softmax_features import ScoreRule
@@ -238,12 +237,6 @@ class KVModel(Protocol):
 
     def ends(self) -> Ends:
         """How tokens enter the residual stream, and how it becomes logits."""
-
-
-CALLED[KVModel] = (
-    "a HookedKVTransformer (HookedKVTransformer.from_hooked_transformer makes one) or a KVTransformerBridge "
-    "(KVTransformerBridge.of makes one)"
-)
 
 
 class QueriesRead(NamedTuple):
