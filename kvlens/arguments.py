@@ -27,8 +27,12 @@ USUAL_SECTIONS: tuple[SectionName, ...] = ("shares", "effect", "depth", "exactne
 """What it shows unless told otherwise: a few passes in all, a fraction of what the explanation takes."""
 MOST_ASKED = 2**24
 """Upper limit for features, steps and texts: a larger number is a typing error, or would take years."""
-DEEPEST = 200
-"""The largest depth of nested folders in a path: Python creates and deletes them by recursion, limited to about a thousand."""
+
+
+def check_tokenizer(what: str, model: Any) -> None:
+    """Raise KVLensError for a model that reads token ids alone."""
+    if model.tokenizer is None:
+        raise KVLensError(f"{what}: this model has no tokenizer, so it cannot read text; give token ids")
 
 
 def check_characters(what: str, text: str) -> None:
@@ -50,17 +54,13 @@ def path_of(what: str, value: str | Path) -> Path:
     """
     if not isinstance(value, str | os.PathLike) or not os.fspath(value) or "\0" in str(value):
         raise KVLensError(f"{what}: expected a path, got {value!r}; give it as a string or a pathlib.Path")
+    path = Path(os.path.expanduser(value))
     try:
         os.fsencode(value)
-    except UnicodeEncodeError as error:
-        raise KVLensError(f"{what}: {value!r} cannot be a path: it holds half a character (a lone surrogate)") from error
-    path = Path(os.path.expanduser(value))
-    if len(path.parts) > DEEPEST:
-        raise KVLensError(f"{what}: {len(path.parts):,} folders inside each other; give a path of at most {DEEPEST}")
-    try:
         path.exists()
-    except OSError as error:  # a name too long for the file system
-        raise KVLensError(f"{what}: {str(path)!r} cannot be a path: {error.strerror or error}; choose another") from error
+    except (OSError, UnicodeEncodeError) as error:  # a name too long for the file system, or with half a character
+        reason = getattr(error, "strerror", None) or error
+        raise KVLensError(f"{what}: {str(path)!r} cannot be a path: {reason}; choose another") from error
     return path
 
 
@@ -81,14 +81,12 @@ def checked_spans(what: str, spans: Any, n_tokens: int) -> list[Span]:
     Raises:
         KVLensError: spans that are not pairs of whole numbers, are outside the prompt, empty, or overlapping.
     """
-    if not isinstance(spans, Sequence) or isinstance(spans, str):
-        raise KVLensError(f"{what}: expected token ranges such as [(3, 8)], got {brief(spans)}")
-    for span in spans:
+    for span in spans if isinstance(spans, Sequence) and not isinstance(spans, str) else [spans]:
         is_pair = isinstance(span, tuple | list) and len(span) == 2 and all(map(_is_whole, span))
         if not is_pair or not 0 <= span[0] < span[1] <= n_tokens:
             raise KVLensError(
                 f"{what}: expected token ranges (start, stop) with 0 <= start < stop <= {n_tokens}, the prompt's length, "
-                f"got {span!r}"
+                f"got {brief(span)}"
             )
     ordered = sorted((int(start), int(stop)) for start, stop in spans)
     for (_, stop), (start, after) in itertools.pairwise(ordered):

@@ -11,13 +11,14 @@ last message only the question is never removed (:func:`question_in`).
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from kvlens.arguments import Span, check_characters
+from kvlens.arguments import Span, check_characters, check_tokenizer
+from kvlens.checks import ensure
 from kvlens.errors import KVLensError, brief, first_line, nearest, warn
 from kvlens.marks import ROLES, ReadText, marks_in, marks_of, read, read_as_text
 from kvlens.model import KVModel
@@ -88,7 +89,7 @@ class Chat:
             name = role if counts[role] == 1 else f"{role} {numbers[role]}"
             turns.append((role, _asking(content, name, question) if i == last else (_Section(content, name),)))
         object.__setattr__(self, "_turns", tuple(turns))
-        object.__setattr__(self, "_marks", _checked_marks(marks))
+        object.__setattr__(self, "_marks", ensure("marks", Marks, marks))
 
     @classmethod
     def ask(
@@ -250,19 +251,14 @@ def _checked(messages: Any) -> Messages:
 
 
 def _checked_message(i: int, message: Any, n: int) -> dict[str, str]:
-    if not isinstance(message, Mapping):
-        raise KVLensError(f'messages: message {i}: expected {{"role": ..., "content": ...}}, got {brief(message)}')
-    role, content = message.get("role"), message.get("content")
+    role, content = (message.get(name) for name in ("role", "content")) if isinstance(message, Mapping) else (None, None)
+    if not isinstance(content, str) or not content.strip() or len(message) != 2:
+        raise KVLensError(f'messages: message {i}: expected {{"role": ..., "content": "some text"}}, got {brief(message)}')
     if role not in ROLES:
         came = "none" if role is None else brief(role)
         raise KVLensError(
             f"messages: message {i}: the role must be one of {', '.join(ROLES)}, got {came}{nearest(role, ROLES)}"
         )
-    if other := [key for key in message if key not in ("role", "content")]:
-        raise KVLensError(f"messages: message {i} ({role}): only role and content are read, got {brief(other[0])}, too")
-    if not isinstance(content, str) or not content.strip():
-        came = "none" if content is None else "an empty one" if isinstance(content, str) else brief(content)
-        raise KVLensError(f"messages: message {i} ({role}): the content must be a string that is not empty, got {came}")
     check_characters(f"messages: message {i} ({role})", content)
     if i == n and role == "assistant":
         raise KVLensError(
@@ -270,12 +266,6 @@ def _checked_message(i: int, message: Any, n: int) -> dict[str, str]:
             "beginning as the text behind the prompt"
         )
     return {"role": role, "content": content}
-
-
-def _checked_marks(marks: Any) -> Marks:
-    if marks not in get_args(Marks):
-        raise KVLensError(f"marks: expected {' or '.join(map(repr, get_args(Marks)))}, got {brief(marks)}")
-    return marks
 
 
 def _asking(message: str, name: str, question: str | None) -> tuple[_Section, ...]:
@@ -308,8 +298,7 @@ def _named_documents(documents: Any) -> list[tuple[str, str]]:
         return []
     if isinstance(documents, Mapping):
         return [(_text("the name of a document", name), _text(f"document {name}", text)) for name, text in documents.items()]
-    if isinstance(documents, str | bytes) or not isinstance(documents, Sequence):
-        raise KVLensError(f"documents: expected {{name: text}} or a list of texts, got {brief(documents)}")
+    documents = [documents] if isinstance(documents, str) else documents
     return [(f"document {i}", _text(f"document {i}", text)) for i, text in enumerate(documents, start=1)]
 
 
@@ -325,8 +314,7 @@ def written_behind(model: KVModel, *turns: tuple[str, str]) -> str | None:
 def written_messages(model: KVModel, messages: Messages) -> str:
     """The messages as the tokenizer's template writes them."""
     tokenizer = model.tokenizer
-    if tokenizer is None:
-        raise KVLensError("messages: this model has no tokenizer, so it cannot read a chat; give token ids")
+    check_tokenizer("messages", model)
     if not has_chat_template(model):
         raise KVLensError(
             "messages: this model's tokenizer has no chat template, so the model reads plain text and no chat; give the prompt "
@@ -359,6 +347,15 @@ def as_prompt(prompt: Any) -> Any:
     return Chat(prompt) if is_chat else prompt
 
 
+def text_tokens(model: KVModel, what: str, text: str, prepend_bos: bool, may_be_empty: bool = False) -> Int[Tensor, " pos"]:
+    """The tokens of a string. Raises KVLensError where there are none, as of an invisible character."""
+    check_tokenizer(what, model)
+    tokens: Tensor = model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)[0]
+    if len(tokens) <= int(prepend_bos) and not may_be_empty:
+        raise KVLensError(f"{what}: the tokenizer finds no tokens in {brief(text)}; give another text, or token ids")
+    return tokens
+
+
 def one_sequence(
     model: KVModel, what: str, tokens: Any, *, may_be_empty: bool = False, prepend_bos: bool = False
 ) -> Int[Tensor, " pos"]:
@@ -378,11 +375,7 @@ def one_sequence(
     if isinstance(tokens, Chat):
         return tokens.tokens(model)
     if isinstance(tokens, str):
-        if model.tokenizer is None:
-            raise KVLensError(f"{what}: this model has no tokenizer, so it cannot read {tokens[:40]!r}; give token ids")
-        text, tokens = tokens, model.to_tokens(tokens, prepend_bos=prepend_bos, truncate=False)
-        if tokens.shape[1] <= int(prepend_bos) and not may_be_empty:
-            raise KVLensError(f"{what}: the tokenizer finds no tokens in {text[:40]!r}; give another text, or token ids")
+        tokens = text_tokens(model, what, tokens, prepend_bos, may_be_empty)
     if isinstance(tokens, Tensor) and tokens.dim() == 2 and len(tokens) == 1:
         tokens = tokens[0]
     if not isinstance(tokens, Tensor) or tokens.dim() != 1:

@@ -163,8 +163,7 @@ def cut(model: Any, layout: Layout, by: By) -> list[Unit]:
         first = int(begins_with_bos(model, layout.tokens))
         named = [(f"tokens {start} to {stop - 1}", (start, stop)) for start, stop in _checked_ranges(by, len(texts), first)]
     elif model.tokenizer is None and by != "token":
-        what = "strings" if given else f"{by}s"
-        raise KVLensError(f"by: this model has no tokenizer, so that its prompts have no {what}; give 'token' or token ranges")
+        raise KVLensError("by: this model has no tokenizer, so its prompts are no text; give 'token' or token ranges")
     else:
         named = _numbered(_given(layout, by), layout) if given else _numbered(_spans(layout, str(by)), layout, by == "token")
     if not named:

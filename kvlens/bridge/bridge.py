@@ -24,12 +24,12 @@ from kvlens.base.text import without_own_bos
 from kvlens.bridge.comparison import check_processed, compare, predictions
 from kvlens.bridge.keywords import EARLIER, cache_among, hidden, take_earlier_names, text_positions, with_cache
 from kvlens.bridge.load import loaded, wrapped
-from kvlens.bridge.parts import FRONT_END, ends_of, fingerprint_of, layers_of, parts_of_bridge
+from kvlens.bridge.parts import ends_of, fingerprint_of, layers_of, parts_of_bridge
 from kvlens.bridge.quick import quicken
 from kvlens.bridge.recurrent import RecurrentLayer
 from kvlens.bridge.softmax import SoftmaxLayer
 from kvlens.checks import ensure
-from kvlens.components import Normalizers, is_hooked
+from kvlens.components import Normalizers, check_batch, is_hooked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, nearest
 from kvlens.kv_bias import Fingerprint, KVBias
@@ -176,11 +176,6 @@ class KVTransformerBridge(TransformerBridge):
         self._hold(bias)
 
     def _check_fits(self, bias: KVBias) -> None:
-        if FRONT_END not in bias.fingerprint.rest:
-            raise KVLensError(
-                "attach_kv_bias: this bias was converted with a HookedKVTransformer, whose weights and configuration are other "
-                f"ones; convert the prompt again with this {self.cfg.architecture} bridge"
-            )
         bias.fingerprint.check(self.fingerprint(), f"attach_kv_bias: {self.cfg.architecture}")
         bias.check_finite(f"attach_kv_bias: {self.cfg.architecture}")
         self._check_room(int(torch.as_tensor(bias.position_offset).max()), 1)
@@ -226,11 +221,7 @@ class KVTransformerBridge(TransformerBridge):
         self.__dict__["_weights_then"] = look_again(self, bias, self.__dict__["_weights_then"])
         positions = text_positions(args, kwargs)
         batch = _batch_of(args, kwargs)
-        if bias.batch_size not in (None, 1, batch):
-            raise KVLensError(
-                f"the attached bias holds {bias.batch_size} prompts and the input has batch {batch}: give one row per prompt, "
-                "or attach the bias of a single prompt, which serves every row"
-            )
+        check_batch(bias.n_rows, batch)
         offset = bias.position_offset
         offset = offset.to(positions.device)[:, None] if isinstance(offset, Tensor) else offset
         behind = positions + offset

@@ -153,14 +153,8 @@ def _parts(bridge: Any, family: str, config: Any, layer: int) -> list[BridgePart
 def _attention(bridge: Any, family: str, config: Any, layer: int, attn: Any, recurrent: Any) -> SoftmaxLayer:
     """The attention of a layer, ``attn``; or, in the place of it, ``recurrent``, for which there is no mixer."""
     if not _is_shown(attn):
-        if recurrent is not None:
-            held = type(recurrent.original_component).__name__
-            raise _no_way(family, f"kvlens has no mixer for layer {layer} ({held})")
-        if attn is None:
-            raise _no_way(family, f"layer {layer} has neither attention nor a recurrent state")
-        raise _no_way(
-            family, f"layer {layer} ({type(attn).__name__}) shows neither its queries nor its scores in a known place"
-        )
+        held = type(attn if recurrent is None else recurrent.original_component).__name__
+        raise _no_way(family, f"layer {layer} ({held}) has neither a mixer in kvlens nor queries and scores in a known place")
     module: Any = attn.original_component
     if getattr(getattr(module, "config", None), "clip_qkv", None) is not None:
         raise _no_way(family, f"layer {layer} clamps queries, keys and values behind their hook points (clip_qkv)")
@@ -315,8 +309,6 @@ def _norms_around(block: Any) -> tuple[nn.Module | None, nn.Module | None]:
     return before, getattr(held, "post_attention_layernorm", None) if hasattr(held, "post_feedforward_layernorm") else None
 
 
-FRONT_END = "TransformerBridge"
-"""Distinguishes a bias of a bridge from one of a HookedKVTransformer."""
 WITHOUT_EFFECT = {
     *("_name_or_path", "name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "use_cache"),
     *("id2label", "label2id", "output_attentions", "output_hidden_states", "return_dict", "tie_word_embeddings"),
@@ -338,7 +330,7 @@ def fingerprint_of(bridge: Any, with_weights: bool = True) -> Fingerprint:
     fields = {name: value for name, value in config.to_dict().items() if name not in WITHOUT_EFFECT}
     rest = {
         "architecture": cfg.architecture,
-        "front_end": FRONT_END,
+        "front_end": "TransformerBridge",  # a bias of a HookedKVTransformer has none
         "weights_processed": bool(getattr(bridge, "_weights_processed", False)),
         **fields,
     }

@@ -24,7 +24,7 @@ from kvlens.components.block import KVBlock, OffsetPosEmbed, SinusoidalPosEmbed
 from kvlens.components.decode_cache import LinearCacheEntry, ShiftedCacheEntry, upgrade_cache
 from kvlens.components.feature_maps import FEATURE_MAPS, FeatureMap, per_head
 from kvlens.components.heads import counted_by, hidden_tokens_keep_positions, is_hooked
-from kvlens.components.layer_bias import LayerBias, Normalizers, Remembered, shown
+from kvlens.components.layer_bias import LayerBias, Normalizers, Remembered, check_batch, shown
 from kvlens.components.softmax_attention import runs_fused
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "Remembered",
     "ShiftedCacheEntry",
     "SinusoidalPosEmbed",
+    "check_batch",
     "counted_by",
     "hidden_tokens_keep_positions",
     "is_hooked",

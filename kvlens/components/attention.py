@@ -29,10 +29,9 @@ from kvlens.components.heads import (
     regularized,
     through,
 )
-from kvlens.components.layer_bias import LayerBias, Normalizers
+from kvlens.components.layer_bias import LayerBias, Normalizers, check_batch
 from kvlens.components.linear_attention import LinearHeads
 from kvlens.components.softmax_attention import SoftmaxHeads
-from kvlens.errors import KVLensError
 from kvlens.ops.kv_shift import coefficients_from_parameter, initial_shift_parameter, kv_shift
 from kvlens.ops.rotary import rotate
 from kvlens.ops.softmax_features import ScoreRule
@@ -106,7 +105,7 @@ class KVAttention(Attention):
     ) -> Tensor:
         """As in the base: [batch, pos, d_model] from [batch, pos, d_model] or [batch, pos, head, d_model]."""
         entry = past_kv_cache_entry
-        self._check_batch(query_input.shape[0])
+        check_batch(1 if self.layer_bias is None else self.layer_bias.n_prompts, query_input.shape[0])
         q, k, v = self.calculate_qkv_matrices(query_input, key_input, value_input)
         mask = None if attention_mask is None else attention_mask[:, -q.shape[1] :].bool().to(q.device)
         mask = None if mask is None or bool(mask.all()) else mask
@@ -157,14 +156,6 @@ class KVAttention(Attention):
         batch, pos, d_model = x.shape
         rows = x.reshape(1, -1, d_model).expand(weight.shape[0], -1, -1)
         return torch.baddbmm(bias.unsqueeze(1), rows, weight).view(-1, batch, pos, weight.shape[2]).permute(1, 2, 0, 3)
-
-    def _check_batch(self, batch: int) -> None:
-        n_prompts = 1 if self.layer_bias is None else self.layer_bias.n_prompts
-        if n_prompts not in (1, batch):
-            raise KVLensError(
-                f"the attached bias holds {n_prompts} prompts and the input has batch {batch}: give one row per prompt, "
-                "or attach the bias of a single prompt, which serves every row"
-            )
 
     def alibi_slopes(self, device: torch.device) -> Tensor:
         """The configured slopes, if any."""

@@ -173,6 +173,15 @@ def shown(part: Features, name: str, n_heads: int) -> Tensor:
     return numbers
 
 
+def check_batch(n_prompts: int, batch: int) -> None:
+    """Raise KVLensError where the rows of a bias would be broadcast over those of the input, or the other way round."""
+    if n_prompts not in (1, batch):
+        raise KVLensError(
+            f"the attached bias holds {n_prompts} prompts and the input has batch {batch}: give one row per prompt, or attach "
+            "the bias of a single prompt, which serves every row"
+        )
+
+
 def read_bias(attn: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
     """(b_KV, b_D) of a layer of linear attention after their hooks: the attached bias, otherwise the trained one, else None.
 

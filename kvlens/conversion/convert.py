@@ -145,11 +145,6 @@ def convert_prompt(
         _check_convertible(model)
     is_softmax = model.cfg.attention != "linear"
     way = _checked_method(is_softmax, method, options)
-    if is_softmax and segment_length is not None:
-        raise KVLensError(
-            "convert_prompt: segment_length is for linear attention, whose state does not grow; leave it out: all keys of a "
-            "softmax prompt are kept until the fit, and its pass is split automatically where it would hold too many scores"
-        )
     with contextlib.ExitStack() as stack:
         if isinstance(model, HookedKVTransformer):
             stack.enter_context(model._thread.passes(model.attached_kv_bias is not None))
@@ -175,7 +170,7 @@ def convert_prompt(
         else:
             assert isinstance(model, HookedKVTransformer)
             bias = convert_linear_prompt(model, tokens, old, fingerprint, fwd_hooks, segment_length, on_progress)
-        _check_finite(model, bias)
+        bias.check_finite("convert_prompt")
         if not tokens.has_batch and (old is None or old.batch_size is None):
             bias = bias.select_prompt(0)
         changed = bool(len(without) or replace or fwd_hooks or isinstance(prompt, Counterfactuals))
@@ -327,15 +322,10 @@ def _convert_softmax(
 ) -> tuple[KVBias, KVBias]:
     """The bias, and the exact bias of this prompt alone, both with a batch axis."""
     method.check_model(model)
-    if isinstance(method, Approximation) and fingerprint.layers_differ:
+    if isinstance(method, Approximation) and (fingerprint.layers_differ or not attention_parts(model)):
         raise KVLensError(
-            f'convert_prompt: method="{method.name}" shares out keys over layers of equal heads, and this model has others: '
-            'use method="exact"'
-        )
-    if isinstance(method, Approximation) and not attention_parts(model):
-        raise KVLensError(
-            f'convert_prompt: method="{method.name}" reduces the keys of softmax attention, and this model has none: its '
-            'states have the same size for every prompt; use method="exact"'
+            f'convert_prompt: method="{method.name}" shares out keys over layers of equal heads, and this model has '
+            f'{"others" if fingerprint.layers_differ else "none"}: use method="exact"'
         )
     exact = convert_exactly(model, prompt, fwd_hooks, old, fingerprint, method.needs_queries)
     bias, old = exact.bias, exact.old
@@ -350,13 +340,9 @@ def _convert_softmax(
 
 def _approximated(teacher: Teacher, dtype: torch.dtype) -> KVBias:
     """What the method's ``fit`` returns, if it is a finite bias of these prompts, with its record."""
-    name, batch = f"{type(teacher.method).__name__}.fit", teacher.exact.bias.batch_size
     with teacher.timed("fit"):
         bias = teacher.method.fit(teacher)
-    if bias.batch_size != batch:
-        came = "none" if bias.batch_size is None else bias.batch_size
-        raise KVLensError(f"{name} must return a bias with a batch axis of {batch} prompts, got {came}")
-    bias.check_finite(name)
+    bias.check_finite(f"{type(teacher.method).__name__}.fit")
     return teacher.with_record(bias, dtype)
 
 
@@ -369,16 +355,6 @@ def _on_top_of(old: KVBias, new: KVBias) -> KVBias:
     longest = int(torch.as_tensor(new.n_prompt_tokens).max())
     step = f"continued with another prompt of {longest} tokens, {kept}"
     return dataclasses.replace(continued(old, new), record=of_sum([before, new.fit], step))
-
-
-def _check_finite(model: KVModel, bias: KVBias) -> None:
-    try:
-        bias.check_finite("convert_prompt")
-    except KVLensError as error:
-        broken = [name for name, p in cast(torch.nn.Module, model).named_parameters() if not bool(p.isfinite().all())]
-        if not broken:
-            raise
-        raise KVLensError(f"convert_prompt: these weights are not finite: {', '.join(broken[:5])}") from error
 
 
 def _with_recall(model: KVModel, prompt: Any, tokens: PromptBatch, whole: KVBias, bias: KVBias) -> KVBias:

@@ -117,13 +117,8 @@ def distill_prompt(
         objective: see the module.
 
     Raises:
-        KVLensError: several prompts, a single text, or no rate.
+        KVLensError: several prompts; a loss that is finite at no rate.
     """
-    if len(texts) < 2 or not learning_rates:
-        raise KVLensError(
-            f"distill_prompt: needs at least two texts (to hold one out) and one learning rate, got {len(texts)} texts and "
-            f"{len(learning_rates)} rates"
-        )
     check_changeable("distill_prompt", model, bias)
     start = time.process_time()
     with torch.no_grad(), model.kv_bias(bias):

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformer_lens.utilities import get_device_for_block_index
 
 from kvlens.arguments import Positions, Span, checked_spans
-from kvlens.chat import Chat, as_prompt
+from kvlens.chat import Chat, as_prompt, text_tokens
 from kvlens.checks import checked
 from kvlens.errors import KVLensError, brief
 from kvlens.model.protocol import KVModel, PromptBatch
@@ -44,19 +44,17 @@ def prompt_batch(model: KVModel, prompt: Prompt, prepend_bos: bool, what: str = 
         prepend_bos: whether to prepend a BOS to strings.
 
     Raises:
-        KVLensError: an empty prompt, a string for a model without a tokenizer, a string without tokens, or tokens outside
-            the vocabulary or of the wrong shape.
+        KVLensError: an empty prompt, a string for a model without a tokenizer, or tokens outside
+            the vocabulary.
     """
     device = get_device_for_block_index(0, model.cfg)
     if isinstance(prompt, Tensor):
-        return _from_tensor(model, prompt, device, what)
+        return _from_tensor(model, prompt, device)
     prompt = as_prompt(prompt)
     has_batch = not isinstance(prompt, str | Chat)
     texts: list[Any] = [as_prompt(text) for text in prompt] if isinstance(prompt, list) else [prompt]
     if not texts or not all(isinstance(text, str | Chat) for text in texts):
-        raise KVLensError(f"{what}: expected a string, a list of strings, or a tensor of token ids, got {_describe(prompt)}")
-    if model.tokenizer is None:
-        raise KVLensError(f"{what}: this model has no tokenizer, so it cannot read strings; give token ids")
+        raise KVLensError(f"{what}: expected a string, a list of strings, or a tensor of token ids, got {brief(prompt)}")
     rows = [_tokenize(model, text, prepend_bos, what) for text in texts]
     longest = max(len(row) for row in rows)
     tokens = torch.zeros(len(rows), longest, dtype=torch.long, device=device)
@@ -66,9 +64,7 @@ def prompt_batch(model: KVModel, prompt: Prompt, prepend_bos: bool, what: str = 
     return PromptBatch(tokens, None if bool(mask.all()) else mask, has_batch=has_batch)
 
 
-def _from_tensor(model: KVModel, prompt: Tensor, device: torch.device, what: str) -> PromptBatch:
-    if prompt.dim() not in (1, 2):
-        raise KVLensError(f"{what}: expected tokens [pos] or [batch, pos], got shape {list(prompt.shape)}")
+def _from_tensor(model: KVModel, prompt: Tensor, device: torch.device) -> PromptBatch:
     model.check_tokens(prompt)
     tokens = (prompt.clone() if prompt.is_inference() else prompt).to(device)  # generate's output: unusable in autograd
     return PromptBatch(tokens if prompt.dim() == 2 else tokens[None], None, has_batch=prompt.dim() == 2)
@@ -77,17 +73,9 @@ def _from_tensor(model: KVModel, prompt: Tensor, device: torch.device, what: str
 def _tokenize(model: KVModel, text: str | Chat, prepend_bos: bool, what: str) -> Tensor:
     if isinstance(text, Chat):
         return text.tokens(model)
-    row = model.to_tokens(text, prepend_bos=prepend_bos, truncate=False)[0]
-    if len(row) <= int(prepend_bos):
-        raise KVLensError(f"{what}: the tokenizer finds no tokens in {brief(text)}; give another text, or token ids")
+    row = text_tokens(model, what, text, prepend_bos)
     model.check_tokens(row)
     return row
-
-
-def _describe(prompt: object) -> str:
-    empty = isinstance(prompt, (list, tuple)) and not prompt
-    kinds = f" of {type(prompt[0]).__name__}" if isinstance(prompt, list) and prompt else ""
-    return f"an empty {type(prompt).__name__}" if empty else type(prompt).__name__ + kinds
 
 
 def length_note(model: KVModel, n_tokens: int) -> str | None:
@@ -225,9 +213,7 @@ def counterfactuals_of(
 
 def _replacement(model: KVModel, new: Replacement, n_tokens: int) -> Int[Tensor, " pos"]:
     if isinstance(new, str):
-        if model.tokenizer is None:
-            raise KVLensError("replace: this model has no tokenizer, so it cannot read strings; give token ids")
-        new = model.to_tokens(new, prepend_bos=False, truncate=False)[0]
+        new = text_tokens(model, "replace", new, False)
     found = torch.as_tensor(new)
     if found.dim() != 1 or len(found) != n_tokens:
         came = brief(found) if found.dim() != 1 else len(found)

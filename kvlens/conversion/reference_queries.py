@@ -20,7 +20,7 @@ from kvlens.checks import Seed, Within
 from kvlens.conversion.prompt import PromptBatch, prompt_batch
 from kvlens.conversion.prompt_pass import ConvertedExactly, rows_at_once, rows_of
 from kvlens.conversion.prompt_texts import Texts, blanks, repetition, turn
-from kvlens.errors import KVLensError, brief
+from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.memory import NUMBERS_AT_ONCE, by_device
 from kvlens.model.protocol import KVModel, ReadsPrompts
@@ -110,8 +110,6 @@ def _is(given: Any, word: str) -> bool:
 def _read(model: ReadsPrompts, given: Any, batch: int, room: int) -> Texts:
     """Given texts: a string, tokens [pos] or [text, pos], or a list of strings, of tokens, or of pairs (question, answer)."""
     each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
-    if not each:
-        raise KVLensError(f"{WHAT}: it has no text; give at least one")
     rows = [row for one in each for row in _rows(model, one)]
     longest = max(map(len, rows))
     if longest > room:
@@ -126,8 +124,6 @@ def _read(model: ReadsPrompts, given: Any, batch: int, room: int) -> Texts:
 def _rows(model: ReadsPrompts, one: Any) -> list[Tensor]:
     if not isinstance(one, tuple):
         return list(prompt_batch(model, one, prepend_bos=False, what=WHAT).tokens)
-    if len(one) != 2 or not all(isinstance(text, str) and text.strip() for text in one):
-        raise KVLensError(f"{WHAT}: expected pairs (question, answer) of strings that are not empty, got {brief(one)}")
     question, answer = one
     lead = turn(model, question)
     read = prompt_batch(model, answer if lead else f"{question} {answer}", prepend_bos=False, what=WHAT).tokens[0]

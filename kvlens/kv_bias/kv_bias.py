@@ -288,20 +288,12 @@ class KVBias:
     @checked
     def select_prompts(self, rows: Int[Tensor, " row"]) -> "KVBias":
         """Some prompts of a batch, repetitions allowed, as a batch. It has no record of a fit."""
-        if self.single:
-            raise KVLensError("select_prompts: this bias holds a single prompt, without a batch axis")
         counts = {name: value[rows] for name in COUNTS if isinstance(value := getattr(self, name), Tensor)}
         return self._each(lambda layer: layer.rows(lambda x: x[rows.to(x.device)]), None, **counts)
 
     @staticmethod
     def batch(biases: Sequence["KVBias"]) -> "KVBias":
-        """Batches of exact biases as one batch; those with fewer keys get keys of weight 0.
-
-        Raises:
-            KVLensError: single prompts.
-        """
-        if any(bias.single for bias in biases):
-            raise KVLensError("KVBias.batch: expected batches of biases; repeat(1) makes a batch of one prompt")
+        """Batches of exact biases as one batch; those with fewer keys get keys of weight 0."""
         if len(biases) == 1:
             return biases[0]
         counts: dict[str, Any] = {
@@ -337,15 +329,15 @@ class KVBias:
         The shift state is unchanged, so that two complementary selections add up to the whole bias.
 
         Raises:
-            KVLensError: a layer or head that does not exist.
+            IndexError: a layer or head that does not exist.
         """
         counts = [self.n_heads_of(layer) for layer in range(self.n_layers)]
         kept = [torch.zeros(n) for n in counts]
         for layer in layers:
-            kept[_index("layer", layer, self.n_layers)][:] = 1
+            kept[layer][:] = 1
         for layer, head in heads:
-            layer = _index("layer", layer, self.n_layers)
-            kept[layer][_index("head", head, counts[layer])] = 1
+            layer = layer
+            kept[layer][head] = 1
         n_kept, n_all = sum(int(on.sum()) for on in kept), sum(counts)
         fit = self.fit if n_kept == n_all else since(self.fit, f"{n_kept} of {n_all} heads selected")
         return replace(self, layers=tuple(map(Layer.times, self.layers, kept)), record=fit)
@@ -530,12 +522,6 @@ class KVBias:
         bias = read_bias_file(path, cls)
         bias.check_finite(f"KVBias.load: {path}")
         return bias if bias.fit is None else bias.narrowed()
-
-
-def _index(what: str, index: int, n: int) -> int:
-    if not -n <= index < n:
-        raise KVLensError(f"select: {what} {index} does not exist; there are {n}")
-    return index
 
 
 def _sum_of(

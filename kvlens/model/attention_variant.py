@@ -57,8 +57,6 @@ class Augmented:
     parallel: Finite | None = None
 
     def __post_init__(self):
-        if not (self.keys or self.values):
-            raise KVLensError("Augmented: nothing is augmented; set keys or values")
         if self.parallel is not None and self.depth == 1:
             raise KVLensError(
                 "Augmented: a parallel branch needs a depth of at least 2 (app. E.5 has two layers): its last layer starts "
@@ -109,8 +107,6 @@ class _GivenVariants:
             value = getattr(self, name)
             if isinstance(value, Mapping):
                 object.__setattr__(self, name, from_fields(kind, value))
-        if all(getattr(self, name) is None for name in kinds):
-            raise KVLensError(f"attention_variant: none is set; set {', '.join(kinds)}, or give attention_variant=None")
         if self.ridge is not None and (self.regularised is not None or self.negative is not None):
             raise KVLensError(
                 "attention_variant: ridge replaces the gradient step that regularised and negative change; it combines with "

@@ -6,7 +6,7 @@ It is validated on construction: an invalid combination raises an error with the
 import functools
 import math
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any, Literal
 
@@ -29,7 +29,8 @@ RANGES: dict[str, Any] = {
     ],  # each layer is a Python module: more would take minutes, and is probably a typing error
     **dict.fromkeys(("d_model", "d_head", "n_ctx"), SIZE),
     **dict.fromkeys(
-        ("d_mlp", "n_key_value_heads", "window_size", "num_experts", "experts_per_token", "rotary_dim"), SIZE | None
+        ("d_mlp", "n_key_value_heads", "window_size", "num_experts", "experts_per_token", "rotary_dim", "n_random_features"),
+        SIZE | None,
     ),
     **dict.fromkeys(("n_heads", "d_vocab", "d_vocab_out"), SIZE | Literal[-1]),  # -1: d_model // d_head, and the tokenizer's
     "n_devices": SIZE,
@@ -57,13 +58,6 @@ def check_sizes(cfg: HookedTransformerConfig) -> None:
         is_huge = isinstance(value, int) and abs(value) > INT_MAX and field.name != "seed"
         setattr(cfg, field.name, float(value) if is_huge else value)
     check_device("device", cfg.device)
-    if cfg.attn_only and cfg.parallel_attn_mlp:
-        raise KVLensError("parallel_attn_mlp needs MLPs: with attn_only=True there are none")
-    if cfg.use_normalization_before_and_after and cfg.normalization_type not in (None, "RMS", "RMSPre"):
-        raise KVLensError(
-            "use_normalization_before_and_after: TransformerLens supports only RMS normalization after a layer; "
-            f"normalization_type is {cfg.normalization_type!r}"
-        )
 
 
 @functools.cache
@@ -107,8 +101,6 @@ class KVShiftConfig:
     init: Literal["uniform", "identity"] = "uniform"
 
     def __post_init__(self):
-        if not (self.keys or self.values or self.queries):
-            raise KVLensError("KVShiftConfig: nothing is shifted; set keys, values or queries, or give kv_shift=None")
         if self.parametrization == "gate" and self.init == "identity":
             raise KVLensError(
                 "KVShiftConfig: a gate (softmax) cannot be exactly (1, 0, ...); use parametrization='free' or 'clamp' "
@@ -183,18 +175,15 @@ class HookedKVTransformerConfig(_Given):
             raise KVLensError("trust_remote_code=True is refused: kvlens runs no code that comes with a model or a tokenizer")
         for name, known in NAMES.items():
             ensure(name, one_of(known), getattr(self, name))
-        self._check_heads()
-        self._check_alibi()
         if isinstance(self.attention_variant, Mapping):
             self.attention_variant = from_fields(AttentionVariantConfig, self.attention_variant)
-        if self.kv_shift is not None:
-            self._check_shift()
-        if self.attention_variant is not None:
-            self._check_variant(self.attention_variant)
         if self.attention == "linear":
-            self._check_linear()
-        elif self.trainable_kv_bias:
-            raise KVLensError("trainable_kv_bias needs attention='linear': softmax attention has no b_KV to train")
+            self._fill_linear()
+        for refused, reason in self._contradictions():
+            if refused:
+                raise KVLensError(f"config: {reason}")
+        if self.attention == "linear":
+            FEATURE_MAPS[self.feature_map].check(self)
 
     @property
     def n_kv_heads(self) -> int:
@@ -270,78 +259,83 @@ class HookedKVTransformerConfig(_Given):
         values = {f.name: getattr(cfg, f.name) for f in fields(type(cfg)) if f.init}
         return cls(**{**values, "trust_remote_code": False, **changes})
 
-    def _check_heads(self) -> None:
+    def _fill_linear(self) -> None:
+        """Where positions rotate, by the feature map's default; and the decay by its name."""
+        if self.positional_embedding_type == "rotary":
+            if self.rotary_placement is None:
+                self.rotary_placement = FEATURE_MAPS[self.feature_map].rotary_placement
+            ensure("rotary_placement", Literal["after", "before"], self.rotary_placement)
+        if isinstance(self.decay, str):
+            ensure("decay", Literal["retnet"], self.decay)
+
+    def _contradictions(self) -> Iterator[tuple[bool, str]]:
+        """(whether it is there, what contradicts what) for fields that would be left out, or read in two ways."""
         for cfg in map(self.of_layer, range(self.n_layers if self.layers_differ else 1)):
-            if cfg.n_heads % cfg.n_kv_heads:
-                raise KVLensError(f"n_heads ({cfg.n_heads}) must be a multiple of n_key_value_heads ({cfg.n_key_value_heads})")
-        by_head = [name for name in ("alibi_slopes", "decay") if isinstance(getattr(self, name), Sequence)]
-        by_head = [name for name in by_head if not isinstance(getattr(self, name), str)]
-        if self.n_heads_by_layer is not None and by_head:
-            raise KVLensError(f"{by_head[0]} holds one number per head, and the layers differ in their heads: leave it out")
-
-    def _check_alibi(self) -> None:
-        if self.alibi_slopes is None:
-            return
-        if self.positional_embedding_type != "alibi":
-            raise KVLensError("alibi_slopes needs positional_embedding_type='alibi'")
-        if len(self.alibi_slopes) != self.n_heads:
-            raise KVLensError(f"alibi_slopes: expected one slope per head ({self.n_heads}), got {len(self.alibi_slopes)}")
-
-    def _check_shift(self) -> None:
-        if self.attention_dir != "causal":
-            raise KVLensError("kv_shift looks at predecessors only: it needs attention_dir='causal'")
-        if self.attention == "softmax" and self.clip_qkv is not None:
-            raise KVLensError(
-                "kv_shift reads the projections at hook_k and hook_v; clamps (clip_qkv) come after these, and exclude it"
+            of = f"n_heads ({cfg.n_heads}) must be a multiple of n_key_value_heads ({cfg.n_key_value_heads})"
+            yield cfg.n_heads % cfg.n_kv_heads != 0, of
+        yield self.attn_only and self.parallel_attn_mlp, "parallel_attn_mlp needs MLPs: with attn_only=True there are none"
+        yield (
+            self.use_normalization_before_and_after and self.normalization_type not in (None, "RMS", "RMSPre"),
+            "use_normalization_before_and_after: TransformerLens supports only RMS normalization after a layer; "
+            f"normalization_type is {self.normalization_type!r}",
+        )
+        for name in ("alibi_slopes", "decay"):
+            yield from self._by_head(name, getattr(self, name))
+        alibi = self.positional_embedding_type == "alibi"
+        yield self.alibi_slopes is not None and not alibi, "alibi_slopes needs positional_embedding_type='alibi'"
+        if self.kv_shift is not None:
+            yield self.attention_dir != "causal", "kv_shift looks at predecessors only: it needs attention_dir='causal'"
+            yield (
+                self.attention == "softmax" and self.clip_qkv is not None,
+                "kv_shift reads the projections at hook_k and hook_v; clamps (clip_qkv) come after these, and exclude it",
             )
+        if self.attention_variant is not None:
+            yield from self._with_variant(self.attention_variant)
+        if self.attention == "linear":
+            for refused, reason in self._with_linear():
+                yield refused, f"attention='linear' cannot be combined with {reason}"
+            yield from self._of_rotation_and_decay()
+        yield (
+            self.trainable_kv_bias and self.attention != "linear",
+            "trainable_kv_bias needs attention='linear': softmax attention has no b_KV to train",
+        )
 
-    def _check_variant(self, variant: AttentionVariantConfig) -> None:
+    def _by_head(self, name: str, numbers: str | Sequence[float] | None) -> Iterator[tuple[bool, str]]:
+        if numbers is None or isinstance(numbers, str):
+            return
+        yield (
+            self.n_heads_by_layer is not None,
+            f"{name} holds one number per head, and the layers differ in their heads: leave it out",
+        )
+        yield len(numbers) != self.n_heads, f"{name}: expected one number per head ({self.n_heads}), got {len(numbers)}"
+
+    def _with_variant(self, variant: AttentionVariantConfig) -> Iterator[tuple[bool, str]]:
         negative, ridge = "attention_variant: negative", "attention_variant: ridge"
         solved = "its kernel must be one function of key and key, and of query and key"
         alibi = self.positional_embedding_type == "alibi"
         weighted = alibi or self.decay is not None or self.attn_scores_soft_cap > 0 or self.use_attention_sinks
-        refused = [
-            (
-                variant.ridge and weighted,
-                f"{ridge} cannot be combined with decay, ALiBi, position biases, caps or sinks: {solved}",
-            ),
-            (
-                variant.ridge and (self.use_local_attn or self.use_logn_attn),
-                f"{ridge} needs one kernel for all queries: {solved}",
-            ),
-            (variant.ridge and self.attention_dir != "causal", f"{ridge} is solved causally: it needs attention_dir='causal'"),
-            (
-                variant.negative and self.attention == "linear" and self.linear_attention_form not in ("auto", "parallel"),
-                f"{negative} needs all scores, which linear_attention_form={self.linear_attention_form!r} never computes",
-            ),
-            (
-                self.trainable_kv_bias and why_no_kv_bias(variant) is not None,
-                f"trainable_kv_bias cannot be combined with this attention_variant: {why_no_kv_bias(variant)}",
-            ),
-            (
-                self.original_architecture in NORM_OVER_ALL_HEADS or self.clip_qkv is not None,
-                "attention_variant cannot be combined with norms over all heads or clip_qkv, which act inside the base's "
-                "attention",
-            ),
-        ]
-        for is_refused, reason in refused:
-            if is_refused:
-                raise KVLensError(reason)
+        yield (
+            bool(variant.ridge and weighted),
+            f"{ridge} cannot be combined with decay, ALiBi, position biases, caps or sinks: {solved}",
+        )
+        one_kernel = not (self.use_local_attn or self.use_logn_attn)
+        yield bool(variant.ridge and not one_kernel), f"{ridge} needs one kernel for all queries: {solved}"
+        causal = self.attention_dir == "causal"
+        yield bool(variant.ridge and not causal), f"{ridge} is solved causally: it needs attention_dir='causal'"
+        yield (
+            bool(variant.negative and self.attention == "linear" and self.linear_attention_form not in ("auto", "parallel")),
+            f"{negative} needs all scores, which linear_attention_form={self.linear_attention_form!r} never computes",
+        )
+        yield (
+            self.trainable_kv_bias and why_no_kv_bias(variant) is not None,
+            f"trainable_kv_bias cannot be combined with this attention_variant: {why_no_kv_bias(variant)}",
+        )
+        yield (
+            self.original_architecture in NORM_OVER_ALL_HEADS or self.clip_qkv is not None,
+            "attention_variant cannot be combined with norms over all heads or clip_qkv, which act inside the base's attention",
+        )
 
-    def _check_linear(self) -> None:
-        for refused, reason in self._refused_with_linear():
-            if refused:
-                raise KVLensError(f"attention='linear' cannot be combined with {reason}")
-        if self.positional_embedding_type == "rotary":
-            self._check_rotary()
-        elif self.rotary_placement is not None:
-            raise KVLensError("rotary_placement needs positional_embedding_type='rotary'")
-        self._check_decay()
-        if self.n_random_features is not None and self.n_random_features < 1:
-            raise KVLensError(f"n_random_features must be at least 1, got {self.n_random_features}")
-        FEATURE_MAPS[self.feature_map].check(self)
-
-    def _refused_with_linear(self) -> list[tuple[bool, str]]:
+    def _with_linear(self) -> list[tuple[bool, str]]:
         linear_in_scores = "linear attention has no softmax scores to act on"
         return [
             (self.positional_embedding_type == "alibi", f"ALiBi: it adds to softmax scores; {linear_in_scores}"),
@@ -362,32 +356,30 @@ class HookedKVTransformerConfig(_Given):
             ),
         ]
 
-    def _check_rotary(self) -> None:
-        if self.rotary_placement is None:
-            self.rotary_placement = FEATURE_MAPS[self.feature_map].rotary_placement
-        ensure("rotary_placement", Literal["after", "before"], self.rotary_placement)
-        if self.rotary_placement == "after" and self.d_phi != self.d_head:
-            raise KVLensError(
+    def _of_rotation_and_decay(self) -> Iterator[tuple[bool, str]]:
+        rotary = self.positional_embedding_type == "rotary"
+        yield self.rotary_placement is not None and not rotary, "rotary_placement needs positional_embedding_type='rotary'"
+        if rotary:
+            yield (
+                self.rotary_placement == "after" and self.d_phi != self.d_head,
                 f"rotary_placement='after' rotates the features, which needs d_phi = d_head; {self.feature_map!r} gives "
-                f"d_phi = {self.d_phi} for d_head = {self.d_head}; use rotary_placement='before'"
+                f"d_phi = {self.d_phi} for d_head = {self.d_head}; use rotary_placement='before'",
             )
-        if self.rotary_dim is None or not 0 < self.rotary_dim <= self.d_head or self.rotary_dim % 2:
-            raise KVLensError(f"rotary_dim must be even and in 2..d_head ({self.d_head}), got {self.rotary_dim}")
-        if self.use_yarn_rope and self.yarn_attention_factor != 1.0:
-            raise KVLensError("a YaRN attention factor rescales keys, so that R_a R_b = R_(a+b) fails; linear needs it at 1")
-
-    def _check_decay(self) -> None:
-        if self.decay is None:
-            return
-        if self.normalizer != "none":
-            raise KVLensError("decay needs normalizer='none': D does not decay, so a normalized sum would shrink")
-        if isinstance(self.decay, str):
-            ensure("decay", Literal["retnet"], self.decay)
-            return
-        if len(self.decay) != self.n_heads:
-            raise KVLensError(f"decay: expected one gamma per query head ({self.n_heads}), got {len(self.decay)}")
-        if not all(math.isfinite(g) and 0 < g <= 1 for g in self.decay):
-            raise KVLensError(f"decay: every gamma must lie in (0, 1], got {list(self.decay)}")
+            yield (
+                self.rotary_dim is None or not 0 < self.rotary_dim <= self.d_head or self.rotary_dim % 2 != 0,
+                f"rotary_dim must be even and in 2..d_head ({self.d_head}), got {self.rotary_dim}",
+            )
+            yield (
+                self.use_yarn_rope and self.yarn_attention_factor != 1.0,
+                "a YaRN attention factor rescales keys, so that R_a R_b = R_(a+b) fails; linear needs it at 1",
+            )
+        yield (
+            self.decay is not None and self.normalizer != "none",
+            "decay needs normalizer='none': D does not decay, so a normalized sum would shrink",
+        )
+        if self.decay is not None and not isinstance(self.decay, str):
+            inside = all(math.isfinite(g) and 0 < g <= 1 for g in self.decay)
+            yield not inside, f"decay: every gamma must lie in (0, 1], got {list(self.decay)}"
 
 
 def _check_known(cls: type[HookedKVTransformerConfig], given: Collection[str], why: str = "") -> None:

@@ -34,7 +34,7 @@ from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import Slice
 
-from kvlens.arguments import check_characters
+from kvlens.arguments import check_characters, check_tokenizer
 from kvlens.errors import KVLensError, brief, nearest, warn
 from kvlens.kv_bias import KVBias
 from kvlens.model.config import HookedKVTransformerConfig
@@ -56,10 +56,7 @@ def check_input(model: Any, given: Any, attention_mask: Any, past: Any, *, is_st
     cfg = model.cfg
     if not isinstance(given, Tensor):
         check_text("forward", given)
-        if model.tokenizer is None:
-            raise KVLensError("forward: this model has no tokenizer: give token ids, a tensor [pos] or [batch, pos]")
-    elif given.dim() == 0:
-        raise KVLensError("forward: expected token ids [pos] or [batch, pos], got a single number; put it into a list")
+        check_tokenizer("forward", model)
     elif is_stream and (given.dim() != 3 or given.shape[-1] != cfg.d_model or not given.is_floating_point()):
         wanted = f"the stream, floating-point numbers [batch, pos, {cfg.d_model}]"
         raise KVLensError(f"forward: expected {wanted}, got {brief(given)} of {given.dtype}")

@@ -36,7 +36,6 @@ from kvlens.components import (
     runs_fused,
     upgrade_cache,
 )
-from kvlens.errors import KVLensError
 from kvlens.memory import NUMBERS_AT_ONCE, WIDEST_ELSEWHERE, WIDEST_ON_CPU, by_device
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.protocol import PromptBatch, PromptReading, QueriesRead
@@ -192,19 +191,13 @@ def run_in_segments(
         on_progress: called with the fraction done after each segment.
 
     Raises:
-        KVLensError: tokens of the wrong shape or outside the vocabulary, more tokens than positions, a segment length below 1,
-            or a segment length for attention that cannot be continued from a state.
+        KVLensError: tokens of the wrong shape or outside the vocabulary, more tokens than positions, a segment length below 1.
     """
     model.check_tokens(tokens)
     rows = tokens[None].to(model.W_E.device)
     mask = torch.ones_like(rows)  # a pad token in the given text is text, not padding
     model.check_length(rows.shape[1], mask)
     streamed = _has_a_state(model.cfg) and (segment_length is not None or not has_hooks(model))
-    if segment_length is not None and not streamed:
-        raise KVLensError(
-            "segment_length: this model's attention needs the whole text at once (softmax, the parallel form, negative "
-            "samples or ridge): leave it out"
-        )
     if not streamed:
         model.run_with_hooks(
             rows, return_type=None, attention_mask=mask, stop_at_layer=stop_at_layer, fwd_hooks=list(fwd_hooks)

@@ -26,7 +26,7 @@ from kvlens.components import (
     counted_by,
     upgrade_cache,
 )
-from kvlens.errors import KVLensError, first_line
+from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model import streaming
 from kvlens.model.attention_variant import why_no_kv_bias
@@ -83,13 +83,7 @@ class HookedKVTransformer(LoadsAndSaves):
         self._may_be_silent: tuple[tuple[str, Any], ...] = ()  # (hook point, function) asked for while no bias was attached
         self._thread = OneThread()
         self.rounded_from: tuple[str, str] | None = None  # (hash of the rounded weights, hash before rounding)
-        try:
-            super().__init__(cfg, tokenizer, move_to_device, default_padding_side)
-        except (OSError, ValueError) as error:  # no vocabulary, or a tokenizer that cannot be found
-            raise KVLensError(
-                f"HookedKVTransformer: {first_line(error)} (tokenizer_name={cfg.tokenizer_name!r}); give a loaded tokenizer, "
-                "or d_vocab and tokenizer_name=None for a model of token ids"
-            ) from error
+        super().__init__(cfg, tokenizer, move_to_device, default_padding_side)
 
     def build_block(self, layer: int) -> KVBlock:
         """A layer with kvlens' attention; all layers share one rotary table."""
@@ -255,10 +249,6 @@ class HookedKVTransformer(LoadsAndSaves):
         **generation_kwargs: Any,
     ):
         """As ``HookedTransformer.generate``; with linear attention the cost per token does not grow with the text."""
-        if self.cfg.d_vocab_out > self.cfg.d_vocab:
-            raise KVLensError(
-                f"generate: this model predicts {self.cfg.d_vocab_out} tokens but reads {self.cfg.d_vocab}: it cannot generate"
-            )
         how = max_new_tokens, stop_at_eos, eos_token_id, do_sample, top_k, top_p, temperature, freq_penalty
         text = use_past_kv_cache, prepend_bos, padding_side, return_type, verbose
         was_training = self.training
