@@ -358,13 +358,11 @@ def test_given_strings():
 
 def test_refusals():
     model = linear()
-    with pytest.raises(KVLensError, match="expected message, document.* got 'sentense'; did you mean 'sentence'"):
-        prompt_units(model, "The widget.", "sentense")
     with pytest.raises(KVLensError, match="nothing but BOS"):
         prompt_units(model, prompt_tokens(model, "The")[:1])
     with pytest.raises(KVLensError, match="holds BOS"):
         prompt_units(model, "The widget.", [(0, 2)])
-    with pytest.raises(KVLensError, match="no tokenizer, so that its prompts have no strings"):
+    with pytest.raises(KVLensError, match="no tokenizer"):
         cut(SimpleNamespace(tokenizer=None), layout_of_tokens(SimpleNamespace(tokenizer=None), torch.arange(3)), ["a"])
 
 

@@ -141,7 +141,7 @@ DAMAGES = [
             ("do not fit the configuration", dict(d_model=10**6, d_head=10**6, n_heads=1)),
             ("n_layers must be", dict(n_layers="2")),
             ("did you mean 'float64'|dtype must be", dict(dtype="float99")),
-            ("kv_shift must be", dict(kv_shift=7)),
+            ("config.json", dict(kv_shift=7)),
             ("act_fn", dict(act_fn=None)),
             ("did you mean 'linear'", dict(attention="linearr")),
             ("eps must be", dict(eps="x")),
