@@ -196,7 +196,7 @@ def test_a_tokenizer_that_cannot_read_a_mark_as_text():
     twice = reader("{% for m in messages %}{{ m.content + m.content }}{% endfor %}")
     with pytest.warns(UserWarning, match="would be marks"), pytest.raises(KVLensError, match="writes more than once message 1"):
         chat.tokens(twice)
-    with pytest.raises(KVLensError, match="marks: expected 'as text' or 'as they are', got 'plain'"):
+    with pytest.raises(KVLensError, match="marks must be one of as text, as they are"):
         Chat([{"role": "user", "content": "Who?"}], marks="plain")
 
 
