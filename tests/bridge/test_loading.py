@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import kvlens
 from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, combine, convert_prompt
-from kvlens.bridge import bridge, comparison, load
+from kvlens.bridge import load
 from kvlens.bridge.native import hooked_attention
 from kvlens.model import heads_per_layer, loading
 
@@ -256,34 +256,22 @@ def test_the_hook_points_of_a_bias_are_all_of_it(family, bridge_of):
     assert relative_error(without_keys, found) > 1e-3  # it matters
 
 
-DOORS = {
-    "boot_transformers": ("granite", KVTransformerBridge.boot_transformers),
-    "load_on_the_bridge": ("granite", kvlens.load),
-    "from_pretrained": ("llama", HookedKVTransformer.from_pretrained),
-    "load": ("llama", kvlens.load),
-}
+@pytest.mark.parametrize("call", [KVTransformerBridge.boot_transformers, kvlens.load])
+def test_a_comparison_is_made_unless_it_is_declined(call, tmp_path):
+    """TransformerLens leaves out norms of StableLM."""
+    tiny_hf_model("stablelm").save_pretrained(tmp_path)
+    for verify in (None, True):
+        with pytest.raises(KVLensError, match="does not compute what"):
+            call(tmp_path, verify=verify)
+    assert call(tmp_path, verify=False)(torch.arange(5)[None]).isfinite().all()
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_a_comparison_is_made_unless_it_is_declined(door, tmp_path, monkeypatch):
-    family, call = DOORS[door]
-    tiny_hf_model(family).save_pretrained(tmp_path)
+@pytest.mark.parametrize("call", [HookedKVTransformer.from_pretrained, kvlens.load])
+def test_a_translation_is_tried_unless_it_is_declined(call, tmp_path, monkeypatch):
+    tiny_hf_model("llama").save_pretrained(tmp_path)
     made = []
-    monkeypatch.setattr(bridge, "compare", lambda *given: made.append("bridge"))
     monkeypatch.setattr(loading, "check_trial", lambda *given: made.append("trial"))
-    counts = []
-    for verify in (False, None, True):
-        made.clear()
-        model = call(tmp_path, verify=verify)
-        counts.append(len(made))
-    assert counts == [0, 1, 1]
-    assert model(torch.arange(5)[None]).isfinite().all()
-
-
-def test_declined_transformers_runs_no_text(tmp_path, monkeypatch):
-    tiny_hf_model("granite").save_pretrained(tmp_path)
-    monkeypatch.setattr(comparison, "texts_of", lambda model: pytest.fail("a text was read"))
-    KVTransformerBridge.boot_transformers(tmp_path, verify=False)
+    assert [len([call(tmp_path, verify=verify), *made]) - 1 for verify in (False, None, True)] == [0, 1, 2]
 
 
 def test_the_shipped_hybrid_takes_it():

@@ -45,14 +45,6 @@ def test_prompts_of_unequal_length():
     assert_same_bias(convert_prompt(model, texts, segment_length=3), convert_prompt(model, texts))
 
 
-def test_without_hooks_a_long_prompt_streams_by_itself(monkeypatch):
-    model = linear_model().requires_grad_(False)
-    whole, told = convert_prompt(model, tokens(1, POS)), []
-    monkeypatch.setattr(streaming, "default_segment_length", lambda *_: 10)
-    assert_same_bias(convert_prompt(model, tokens(1, POS), on_progress=told.append), whole)
-    assert told == [pytest.approx(10 / POS), pytest.approx(20 / POS), 1.0]
-
-
 def test_a_hook_sees_the_whole_prompt_unless_a_length_is_given(monkeypatch):
     model, prompt, seen = linear_model().requires_grad_(False), tokens(1, POS), []
     monkeypatch.setattr(streaming, "default_segment_length", lambda *_: 5)

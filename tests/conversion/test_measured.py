@@ -68,15 +68,6 @@ def test_an_exact_bias_loses_nothing(model, few):
         assert a[:2] == b[:2] and math.isclose(a.loss, b.loss, abs_tol=1e-10)
 
 
-def test_the_prompt_is_converted_exactly_once(model, monkeypatch):
-    from kvlens.conversion import convert
-
-    calls, plain = [], convert.convert_exactly
-    monkeypatch.setattr(convert, "convert_exactly", lambda *args: calls.append(args) or plain(*args))
-    assert convert_prompt(model, PROMPT, **FEW).fit.recall is not None
-    assert len(calls) == 1
-
-
 def test_it_is_saved_with_the_bias_shown_and_forgotten_when_the_bias_changes(model, few, tmp_path):
     few.save(tmp_path / "few.safetensors")
     loaded = KVBias.load(tmp_path / "few.safetensors")

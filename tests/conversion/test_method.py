@@ -115,14 +115,11 @@ FITS = {name: method for name, (method, _) in SHORTHAND.items() if name != "exac
 
 
 @pytest.mark.parametrize("name", FITS)
-def test_a_fit_tells_its_steps_in_order(name, monkeypatch):
+def test_a_fit_tells_how_far_it_is(name, monkeypatch):
     monkeypatch.setattr("kvlens.conversion.features.STEPS", 3)
-    told, done = [], []
-    tell = Teacher.tell
-    monkeypatch.setattr(Teacher, "tell", lambda self, step, *at: (told.append(step), tell(self, step, *at)))
+    done = []
     convert_prompt(model(), PROMPT, method=FITS[name], verbose=False, on_progress=done.append)
-    assert list(dict.fromkeys(told)) == [step for step in FITS[name].steps() if step in told]
-    assert done == sorted(done) and done[0] < 0.5 and done[-1] == 1.0 and len(done) == len(told) + 1
+    assert done == sorted(done) and done[0] < 0.5 and done[-1] == 1.0 and len(done) > 2
 
 
 def test_a_method_of_ones_own_need_not_name_its_steps():

@@ -8,7 +8,6 @@ from small_models import model_of
 
 from kvlens import KVLensError, carry_bias, convert_prompt, counterfactuals, logits_after
 from kvlens.conversion import Landmark, RandomProjections, TaylorPolynomial
-from kvlens.model.fingerprint import weights_hash
 
 KINDS = [
     *(("linear", x) for x in ("rope after", "rope before", "window 3 with queries", "gqa decay", "learned", "no positions")),
@@ -109,24 +108,6 @@ def test_shared_beginnings_change_nothing_but_the_work(monkeypatch):
     counted.clear()
     close(logits_after(model, rows, TEXT, on_tokens=counted.append), alone)
     assert sum(counted) == 240 + sum(range(0, 220, 20)) + 220 + 12 * len(TEXT)  # the first row, what follows the others' gaps
-
-
-def test_weights_are_hashed_once_for_all_passes(monkeypatch):
-    model, hashed = model_of("linear", "rope after"), []
-
-    def counted(weights):
-        hashed.append(1)
-        return weights_hash(weights)
-
-    monkeypatch.setattr("kvlens.model.fingerprint.weights_hash", counted)
-    monkeypatch.setattr("kvlens.conversion.recomputed.FIXED_COST", 1)
-    rows = counterfactuals(model, PROMPT, [[(3, 6)], [(8, 9)]])
-    before = logits_after(model, rows, TEXT)
-    assert len(hashed) == 1
-    with torch.no_grad():
-        model.blocks[0].attn.W_K.mul_(2.0)
-    assert not torch.equal(logits_after(model, rows, TEXT), before)
-    assert len(hashed) == 2
 
 
 @pytest.mark.parametrize("positions", ["kept", "closed"])
