@@ -38,7 +38,7 @@ from kvlens.model.fingerprint import WeightsThen, look_again
 from kvlens.model.inputs import check_hook_names, check_input, check_tokens
 from kvlens.model.protocol import PromptBatch, PromptReading, QueriesRead
 from kvlens.tokenizer import warn_of_unknown_words
-from kvlens.zoo import folder_of, is_hugging_face
+from kvlens.zoo import folder_of
 
 RETURNS = Literal["logits", "loss", "both", "predictions", "logits_and_cache"] | None
 """What a pass can return."""
@@ -104,11 +104,8 @@ class KVTransformerBridge(TransformerBridge):
         Raises:
             KVLensError: no such model, one that :meth:`kvlens.HookedKVTransformer.from_zoo` loads, or a damaged file.
         """
-        folder = folder_of(name)
-        if not is_hugging_face(folder):
-            raise KVLensError(f"KVTransformerBridge.from_zoo: {name} is loaded by HookedKVTransformer.from_zoo({name!r})")
         dtype = torch.float32 if dtype is None else dtype_of(dtype, "dtype")
-        model = cls.boot_transformers(folder, device=device, dtype=dtype, verify=verify)
+        model = cls.boot_transformers(folder_of(name), device=device, dtype=dtype, verify=verify)
         model.cfg.default_prepend_bos = True
         return model
 

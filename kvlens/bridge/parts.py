@@ -126,8 +126,6 @@ def parts_of_bridge(bridge: Any) -> list[BridgePart]:
     family = bridge.cfg.architecture
     model = bridge.original_model
     refuse_encoders(family, model.config)
-    if not hasattr(bridge, "blocks"):
-        raise _no_way(family, NO_STACK)
     if not bridge.adapter.supports_causal_loss:
         raise _no_way(family, "its attention is not causal: a prompt's keys would depend on the text behind it")
     config = text_config(model)

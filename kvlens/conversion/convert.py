@@ -47,6 +47,7 @@ from kvlens.conversion.prompt import (
     Replacement,
     counterfactuals_of,
     length_note,
+    only_row,
     prompt_batch,
 )
 from kvlens.conversion.prompt_pass import as_batch, attention_parts, continued, convert_exactly
@@ -295,12 +296,7 @@ def _read_prompt(
     read = prompt_batch(model, prompt, prepend_bos)
     if not len(without) and not replace:
         return read
-    if read.tokens.shape[0] != 1:
-        raise KVLensError(
-            f"convert_prompt: without and replace take one prompt, got {read.tokens.shape[0]}; kvlens.counterfactuals makes "
-            "several variants of one"
-        )
-    made = counterfactuals_of(model, read.tokens[0], [without], [replace or {}], positions)
+    made = counterfactuals_of(model, only_row(read), [without], [replace or {}], positions)
     return made.as_prompt()._replace(has_batch=read.has_batch)
 
 

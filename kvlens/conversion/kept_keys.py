@@ -185,11 +185,6 @@ class SnapKV(KeptKeys):
     window: Annotated[int, Within(1, MOST_ASKED)] = 32
     kernel_size: Annotated[int, Within(1, MOST_ASKED)] = 5
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.kernel_size % 2 == 0:
-            raise KVLensError(f"SnapKV: kernel_size must be odd, got {self.kernel_size}")
-
     def scores(self, teacher: Teacher, wanted: Int[Tensor, " batch"]) -> list[Float[Tensor, "batch kv_head key"]]:
         window = (wanted // 2).clamp(min=1, max=self.window)
         last = (own_distance(teacher) <= window[:, None]) & real_keys(teacher)

@@ -177,9 +177,14 @@ def counterfactuals(
             no token is refused under ``positions="closed"``.
     """
     read = prompt_batch(model, prompt, model.prepends_bos if prepend_bos is None else prepend_bos)
-    if read.has_batch:
-        raise KVLensError(f"counterfactuals: expected one prompt, got {read.tokens.shape[0]}; call it for each")
-    return counterfactuals_of(model, read.tokens[0], without, replacements, positions)
+    return counterfactuals_of(model, only_row(read), without, replacements, positions)
+
+
+def only_row(read: PromptBatch) -> Int[Tensor, " pos"]:
+    """The tokens of one prompt; KVLensError for several, which cannot share spans."""
+    if len(read.tokens) != 1:
+        raise KVLensError(f"expected one prompt whose tokens are deleted or replaced, got {len(read.tokens)}; call it for each")
+    return read.tokens[0]
 
 
 def counterfactuals_of(

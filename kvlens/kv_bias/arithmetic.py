@@ -83,18 +83,16 @@ def _finite(x: Tensor) -> bool:
 
 def _check_same_kind(first: Any, other: Any) -> None:
     other.fingerprint.check(first.fingerprint, "combine", whose="the first bias")
-    if other.dtype != first.dtype:
-        raise KVLensError(f"combine: dtypes differ: {first.dtype} and {other.dtype}; bias.to(dtype) converts")
-    if first.kind != other.kind:
-        raise KVLensError(
-            f"combine: one bias has {first.kind} features, the other {other.kind}, so they cannot be added; convert both "
-            "prompts with the same method"
-        )
+    for name, what_to_do in (
+        ("dtype", "bias.to(dtype) converts"),
+        ("kind", "convert both prompts with the same method"),
+        ("batch_size", "select_prompt and repeat make them equal"),
+    ):
+        a, b = getattr(first, name), getattr(other, name)
+        if a != b:
+            raise KVLensError(f"combine: {name} differs: {a} and {b}; {what_to_do}")
     if not all(map(_same_features, first.attention, other.attention)):
-        words = "(another seed or number of features): use the same for both"
-        raise KVLensError(f"combine: the {first.kind} features differ {words}")
-    if first.batch_size != other.batch_size:
-        raise KVLensError(f"combine: batch shapes differ: {first.batch_size} prompts and {other.batch_size}")
+        raise KVLensError(f"combine: the {first.kind} features differ (another seed or number): use the same for both")
 
 
 def _same_features(a: Any, b: Any) -> bool:
@@ -116,12 +114,13 @@ def _check_equal_offsets(first: Any, other: Any, weights: Sequence[float | int])
         f"the position offsets differ ({first.position_offset} and {other.position_offset}), so the text would start at "
         "different positions"
     )
-    if list(weights) == [1.0, -1.0]:
-        raise KVLensError(
-            f"subtracting KV biases: {differ}; kvlens.combine(a, b, weights=[1, -1], shift_state='first') subtracts b and uses "
-            "a's offset. Convert prompts of equal length where a - b is to be read"
-        )
-    raise KVLensError(
+    do = (
         f"adding KV biases: {differ}; kvlens.combine(a, b, shift_state='last') uses the last one's offset. To read one prompt "
         "after another, use convert_prompt(model, b, initial=bias_of_a)"
     )
+    if list(weights) == [1.0, -1.0]:
+        do = (
+            f"subtracting KV biases: {differ}; kvlens.combine(a, b, weights=[1, -1], shift_state='first') subtracts b and uses "
+            "a's offset. Convert prompts of equal length where a - b is to be read"
+        )
+    raise KVLensError(do)

@@ -114,19 +114,18 @@ def check_fields(bias: Any) -> None:
 
 def _check_layer(number: int, layer: Any, f: Fingerprint, n_rows: int) -> None:
     part, (n_heads, *_) = layer.attention, f.heads[number]
-    if (part is None) != (n_heads == 0):
-        raise KVLensError(f"KVBias: layer {number} must have {'no ' if n_heads == 0 else ''}attention in this model")
     features = getattr(part, "features", None)
-    if part is not None and (features is None) != (f.attention == "linear"):
-        raise KVLensError(f"KVBias: features and log_scale are only for softmax attention, but this is {f.attention}")
+    if (part is None) != (n_heads == 0) or (part is not None and (features is None) != (f.attention == "linear")):
+        kind = f"{f.attention} attention" if n_heads else "no attention"
+        raise KVLensError(f"KVBias: layer {number} must have a part of {kind}, got {type(part).__name__}")
     expected = _sizes(layer, f, number)
     for name, tensor in layer.tensors().items():
         shape = (n_rows, *expected[name])
-        if tensor.dim() != len(shape) or any(n not in (None, m) for n, m in zip(shape, tensor.shape, strict=True)):
+        fits = tensor.dim() == len(shape) and all(n in (None, m) for n, m in zip(shape, tensor.shape, strict=True))
+        if not fits or (name != "distance" and not tensor.is_floating_point()):
             sizes = ["_" if n is None else n for n in shape]
-            raise KVLensError(f"KVBias: {name} of layer {number} must be {sizes}, got {list(tensor.shape)}")
-        if name != "distance" and not tensor.is_floating_point():
-            raise KVLensError(f"KVBias: {name} of layer {number} must hold floating-point numbers, got {tensor.dtype}")
+            came = f"{list(tensor.shape)} of {tensor.dtype}"
+            raise KVLensError(f"KVBias: {name} of layer {number} must be {sizes} of floating-point numbers, got {came}")
     if features is not None and not features.per_prompt:
         features.check(f.heads[number][1], f.d_key or f.d_head)
 

@@ -21,7 +21,7 @@ from kvlens.model.fingerprint import is_weight
 from kvlens.model.storage import M, build_with_ready_tokenizer, check_weights_have_these_sizes, load_model, save_model
 from kvlens.pretrained import check_trial, load_llama2c_parts, load_pretrained_parts, read_tensors
 from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_coefficient, place_shift_coefficients
-from kvlens.zoo import folder_of, is_hugging_face
+from kvlens.zoo import folder_of
 
 DRAWN_ANEW = ("shift_coef", ".b_KV", ".b_D", ".feature_map.", ".augment_")
 """Parts of the names of kvlens' own parameters, which keep their initial values if the source model lacks them."""
@@ -172,12 +172,7 @@ class LoadsAndSaves(HookedTransformer):
         Raises:
             KVLensError: no such model, or one in Transformers' format, which :class:`kvlens.KVTransformerBridge` loads.
         """
-        folder = folder_of(name)
-        if is_hugging_face(folder):
-            raise KVLensError(
-                f"from_zoo: {name} is a model of Transformers' own class; KVTransformerBridge.from_zoo({name!r}) loads it"
-            )
-        return cls.load(folder, device=device, dtype=dtype)
+        return cls.load(folder_of(name), device=device, dtype=dtype)
 
     @classmethod
     @checked
@@ -206,11 +201,6 @@ class LoadsAndSaves(HookedTransformer):
         """
         tensors = source if isinstance(source, Mapping) else read_tensors(source, is_shift_coefficient)
         coefficients = import_shift_coefficients(tensors)
-        if not coefficients:
-            raise KVLensError(
-                "load_shift_coefficients: no shift coefficients found; expected names like layers.0.self_attn.alpha1, ...K or "
-                f"...conv_k, got {sorted(tensors)[:3] if isinstance(source, Mapping) else str(source)}"
-            )
         place_shift_coefficients(self, coefficients)
 
     def take_state_dict(self, weights: dict[str, Tensor], **steps: Any) -> None:
@@ -389,11 +379,12 @@ def _copy_permanent_hooks(copy: HookedTransformer, model: HookedTransformer) -> 
 def _copy_weights(copy: HookedTransformer, model: HookedTransformer) -> None:
     report = copy.load_state_dict(model.state_dict(), strict=False)
     lost = [name for name in report.unexpected_keys if "shift_coef" not in name and not name.endswith(("b_KV", "b_D"))]
-    if lost:
-        raise KVLensError(f"from_hooked_transformer: the new configuration does not use these weights: {lost[:3]}")
     new = [name for name in report.missing_keys if is_weight(name) and not any(part in name for part in DRAWN_ANEW)]
-    if new:
-        raise KVLensError(f"from_hooked_transformer: the changes need weights that the model does not have: {new[:3]}")
+    if lost or new:
+        raise KVLensError(
+            f"from_hooked_transformer: the new configuration does not use the weights {lost[:3]}, and needs {new[:3]}, which "
+            "the model does not have: leave out the change that asks for it"
+        )
 
 
 def shift_config_of(coefficients: Mapping[str, Float[Tensor, "kv_head taps"]]) -> KVShiftConfig | None:

@@ -70,11 +70,6 @@ class HookedKVRegressor(nn.Module):
         Raises:
             KVLensError: inputs of the wrong size, or more positions than ``n_ctx`` if the model limits the length of a text.
         """
-        if self.cfg.has_position_limit and inputs.shape[1] > self.cfg.n_ctx:
-            raise KVLensError(
-                f"HookedKVRegressor: {inputs.shape[1]} positions are more than n_ctx={self.cfg.n_ctx}; give fewer, or build "
-                "the model with a larger n_ctx, or with sinusoidal positions, which are unlimited"
-            )
         stream = self.transformer
         resid = stream.hook_embed(self.read_in(inputs.to(self.read_in.weight.dtype)))
         resid = stream.get_residual(resid, 0, return_shortformer_pos_embed=False)

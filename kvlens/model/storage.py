@@ -193,9 +193,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise KVLensError(f"load: {folder} holds no config.json; expected a folder written by HookedKVTransformer.save")
     stored = read_json("load", path)
     if not isinstance(stored, dict) or stored.get("format") != FORMAT or not isinstance(stored.get("config"), dict):
-        raise KVLensError(
-            f"load: {path} was not written by kvlens; for a Hugging Face folder use HookedKVTransformer.from_pretrained"
-        )
+        raise KVLensError(f"load: {path} was not written by kvlens; kvlens.load reads folders of Hugging Face, too")
     check_version("load", path, stored.get("format_version"), FORMAT_VERSION)
     if stored.get("checksum") != checksum_of_json(stored):
         raise KVLensError(f"load: {path} is damaged: its contents do not match its checksum; use an intact copy")

@@ -202,7 +202,7 @@ def test_bad_input_is_refused_with_a_message(model):
         model(TEXT[:, :1], past_key_values=cache)
     with pytest.raises(KVLensError, match="state of layer 0 is not finite"):
         model.attach_kv_bias(with_stacked(bias, state=bias.stacked("state") * torch.inf))
-    with pytest.raises(KVLensError, match=r"conv of layer 0 must be \[2, .*\], got \[1, "):
+    with pytest.raises(KVLensError, match=r"conv of layer 0 must be \[2, .*got \[1, "):
         with_stacked(bias, conv=bias.stacked("conv")[:, :1])
 
 

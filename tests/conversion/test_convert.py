@@ -12,7 +12,7 @@ from tokenizers import normalizers
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, KVShiftConfig, carry_bias, convert_prompt
 from kvlens.analyses import bias_by_head
-from kvlens.conversion import Landmark, SnapKV
+from kvlens.conversion import Landmark
 from kvlens.corpus import train_bpe_tokenizer
 
 ROUNDING = 1e-14  # float64: tens of terms through two layers
@@ -267,7 +267,6 @@ REFUSED = [
     *(functools.partial(convert_prompt, softmax(), PROMPT, **options) for options in OF_METHODS),
     *(functools.partial(convert, **options) for options in CONVERT),
     lambda: Landmark(),
-    lambda: SnapKV(n_keys=3, kernel_size=4),
     *(lambda n=n: carried(n) for n in (2**70, "x", -1, 1.5)),
 ]
 
