@@ -244,10 +244,8 @@ def _named(section: _Section) -> str:
 
 
 def _checked(messages: Any) -> Messages:
-    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence) or not messages:
-        came = "none" if isinstance(messages, Sequence) and not messages else brief(messages)
-        raise KVLensError(f'messages: expected a list of {{"role": ..., "content": ...}}, at least one, got {came}')
-    return [_checked_message(i, message, len(messages)) for i, message in enumerate(messages, start=1)]
+    given = messages if isinstance(messages, Sequence) and len(messages) else [messages]
+    return [_checked_message(i, message, len(given)) for i, message in enumerate(given, start=1)]
 
 
 def _checked_message(i: int, message: Any, n: int) -> dict[str, str]:

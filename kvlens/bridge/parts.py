@@ -154,10 +154,10 @@ def _attention(bridge: Any, family: str, config: Any, layer: int, attn: Any, rec
         held = type(attn if recurrent is None else recurrent.original_component).__name__
         raise _no_way(family, f"layer {layer} ({held}) has neither a mixer in kvlens nor queries and scores in a known place")
     module: Any = attn.original_component
-    if getattr(getattr(module, "config", None), "clip_qkv", None) is not None:
-        raise _no_way(family, f"layer {layer} clamps queries, keys and values behind their hook points (clip_qkv)")
-    if getattr(attn, "hook_gate", None) is not None:
-        raise _no_way(family, f"layer {layer} gates its output in a place that has no known way")
+    clamped, gated = getattr(getattr(module, "config", None), "clip_qkv", None), getattr(attn, "hook_gate", None)
+    if clamped is not None or gated is not None:
+        what = "clamps queries, keys and values (clip_qkv)" if gated is None else "gates its output"
+        raise _no_way(family, f"layer {layer} {what} behind its hook points")
     cfg = bridge.cfg
     n_kv_heads = getattr(cfg, "n_key_value_heads", None) or cfg.n_heads
     if isinstance(attn, MLAAttentionBridge):

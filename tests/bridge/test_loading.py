@@ -120,7 +120,7 @@ def test_bad_input_of_a_tested_family_that_the_bridge_computes_otherwise_is_refu
         (lambda: tiny_hf_model("opt", do_layer_norm_before=False, word_embed_proj_dim=16), "fails on TransformerLens' bridge"),
         (
             lambda: tiny_hf_model("olmo", clip_qkv=0.8),
-            r"layer 0 clamps queries, keys and values behind their hook points \(clip_qkv\)",
+            r"layer 0 clamps queries, keys and values \(clip_qkv\)",
         ),
     ],
     ids=["recurrent_gemma", "t5", "codegen", "opt_350m", "clamped"],

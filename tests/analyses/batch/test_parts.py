@@ -273,9 +273,7 @@ def test_jsonl_by_hand(tmp_path):
         ('{"prompt": "a\\ud800"}', "half a character"),
         ('{"prompt": "a", "mine": ["\\ud800"]}', "half a character"),
         (b'{"prompt": "\xff"}', "not UTF-8 text"),
-        ('{"messages": [{"role": "user"}]}', "message 1 (user): the content must be a string that is not empty, got none"),
-        ('{"messages": []}', "at least one, got none"),
-        ('{"messages": null}', "expected a list of"),
+        *((f'{{"messages": {x}}}', "message 1: expected") for x in ('[{"role": "user"}]', "[]", "null")),
         ('{"messages": [{"role": "user", "content": "a"}], "prompt": "a"}', "both given"),
     ],
 )
@@ -346,7 +344,7 @@ def test_inputs_that_are_refused(tmp_path):
         survey(tmp_path)
     with pytest.raises(KVLensError, match="one JSON document, and no list of messages; write an object per line"):
         survey(write(tmp_path / "p.json", "{}"))
-    with pytest.raises(KVLensError, match="messages: .* at least one, got none"):
+    with pytest.raises(KVLensError, match="message 1: expected"):
         survey(write(tmp_path / "p.json", "[]"))
     with pytest.raises(KVLensError, match="p.json is not JSON"):
         survey(write(tmp_path / "p.json", "[{"))
