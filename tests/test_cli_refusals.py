@@ -35,7 +35,7 @@ REFUSED = [
         f"{EXPLAIN} {x}"
         for x in ("--device meta", "--dtype int8", "--over", "--prompt-file file", "--budget 0", "--by chapter")
     ),
-    *(f"{EXPLAIN} {x}" for x in ("--overwrite", "--sections heads", "--question c", "--document file")),
+    *(f"{EXPLAIN} {x}" for x in ("--overwrite", "--budget 0", "--sections heads", "--question c", "--document file")),
     *(f"{EXPLAIN} --out {x}" for x in (".", "a.htm", "photos.html --overwrite", "/proc/a.html", "a.html --sections haeds")),
     *(f"{EXPLAIN} --model {x}" for x in ("nowhere", "''", "'~nobody/at/all'", "x" * 300, "empty", "file")),
     *(f"explain --prompt-file {x} --text b" for x in ("bytes", "nowhere", ".", "photos/units.parquet", "''", "x" * 300)),
