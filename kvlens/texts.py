@@ -89,7 +89,7 @@ def _without_completed(found: re.Match[str]) -> str:
     return "".join(f"<0x{byte}>" for byte in parts[: len(parts) - n]) + character
 
 
-def _read(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[tuple[str, bytes]]:
+def _read(tokenizer: PreTrainedTokenizerBase | None, ids: list[int]) -> list[tuple[str, bytes]]:
     """The text of every token, and the trailing bytes of a character that is not complete yet."""
     if tokenizer is None:
         return [(str(token), b"") for token in ids]

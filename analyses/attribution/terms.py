@@ -208,7 +208,7 @@ def state_terms(
     return torch.stack([memory.carried_keys for memory in memories]), torch.stack([memory.values for memory in memories])
 
 
-Factors = list[tuple[Float[Tensor, "pos kv_head d_phi"], Float[Tensor, "pos head d_phi"], Float[Tensor, "pos kv_head d_head"]]]
+Factors = list[tuple[Float[Tensor, "pos _ _"], Float[Tensor, "pos _ _"], Float[Tensor, "pos _ _"]]]
 """The factors of every position's terms in the bias of a linear model, layer by layer: phi(k_p), unrotated where RoPE follows
 the feature map, as b_D holds it; the same as b_KV holds it at the end of the prompt, decayed, and rotated where RoPE follows
 the feature map; and v_p."""
@@ -246,7 +246,7 @@ def written_by(model: KVModel, read: Factors, bias: KVBias, chosen: Bool[Tensor,
 
 def _features_and_values(
     model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals
-) -> tuple[list[Float[Tensor, "pos kv_head d_phi"]], list[Float[Tensor, "pos kv_head d_head"]], KVBias]:
+) -> tuple[list[Float[Tensor, "pos _ _"]], list[Float[Tensor, "pos _ _"]], KVBias]:
     """phi(k_p), unrotated where RoPE follows the feature map, and v_p of every layer, as the prompt's own pass makes them, and
     the prompt's bias."""
     shift, variant = model.cfg.kv_shift, model.cfg.attention_variant

@@ -45,8 +45,8 @@ from ..registry import on_its_front_ends
 from ..segments import heads_of_model, stack_layers
 from ..sequences import PromptTokens, converted, one_sequence
 
-_Queries = list[Float[Tensor, "row head d_head"]]
-"""The queries of a text as a model scores them (shifted, after RoPE), layer by layer."""
+_Queries = list[Float[Tensor, "row _ _"]]
+"""The queries of a text as a model scores them (shifted, after RoPE), layer by layer, of each head."""
 _Numbers = Callable[[KVBias], tuple[Float[Tensor, "layer head row d_head"], Float[Tensor, "layer head row"]]]
 """Maps a bias to its b_KV and b_D, or to what probes read from them, in float64 on the CPU."""
 SecondTokens = str | Int[Tensor, "*one second_pos"]
