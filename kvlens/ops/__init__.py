@@ -11,7 +11,7 @@ divides scores.
 - ``linear_attention``: the recurrence whose initial state is the KV bias (ICLCA eq. 12-13, 19);
 - ``lightning``: the same with one decay per head (MiniMax, RetNet), with flash-linear-attention's argument names;
 - ``delta_rule``: the gated delta rule and Kimi delta attention, and the state that a prompt leaves behind in them;
-- ``ssd``, ``selective_scan``, ``h3``: the recurrences of Mamba-2, Mamba-1 and H3;
+- ``ssd``, ``selective_scan``, ``rwkv``, ``h3``: the recurrences of Mamba-2, Mamba-1, RWKV-5 and 6, and H3;
 - ``short_convolution``: the convolution in front of such layers, and the rows that it carries over;
 - ``softmax_attention``: with its normalizer, and a KV bias joined to it in log space (ICLCA sec. 5);
 - ``softmax_features``: phi of such a bias: virtual keys, random, Taylor and learned features (ICLCA sec. 5 and 6.4);

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from ops_cases import laws, normal, random_mask
 
-from kvlens.ops import delta_rule, lightning, selective_scan, ssd
+from kvlens.ops import delta_rule, lightning, rwkv, selective_scan, ssd
 from kvlens.ops.short_convolution import naive_short_convolution, short_convolution
 
 BATCH, KEY_HEAD, HEAD, D_K, D_V = 2, 3, 6, 5, 7
@@ -19,15 +19,17 @@ decays = st.sampled_from(list(SIZE_OF_DECAY))
 
 
 def arguments_of(rule, decay, mask, pos, seed):
-    """q, k, v, log decay, b from 0 to 2 and a mask, of which an op takes what it has; decay "all" once erases the state."""
+    """q, k, v, log decay, b from 0 to 2, a bonus and a mask, of which an op takes what it has; decay "all" erases the state."""
     draw = functools.partial(normal, BATCH, pos)
-    key_head = HEAD if rule == "lightning" else KEY_HEAD
-    shape = {"lightning": (HEAD,), **dict.fromkeys(("kda", "selective"), (BATCH, pos, HEAD, D_K))}.get(rule, (BATCH, pos, HEAD))
+    key_head = HEAD if rule in ("lightning", "rwkv") else KEY_HEAD
+    shape = {"lightning": (HEAD,), **dict.fromkeys(("kda", "selective", "rwkv"), (BATCH, pos, HEAD, D_K))}.get(
+        rule, (BATCH, pos, HEAD)
+    )
     steps = -normal(*shape, seed=seed + 3).abs() * SIZE_OF_DECAY[decay]
     along = steps if rule == "lightning" else steps.movedim(1, 0)
     if decay == "mixed":
         along[::3] = -80.0
-    if decay == "all" and rule in ("lightning", "ssd", "selective"):
+    if decay == "all" and rule in ("lightning", "ssd", "selective", "rwkv"):
         along[len(along) // 2 : len(along) // 2 + 1] = -torch.inf
     return {
         "q": draw(key_head, D_K, seed=seed),
@@ -35,6 +37,7 @@ def arguments_of(rule, decay, mask, pos, seed):
         "v": draw(HEAD, D_V, seed=seed + 2),
         "log_decay": steps,
         "write_strength": 2 * draw(HEAD, seed=seed + 4).sigmoid(),
+        "bonus": normal(HEAD, D_K, seed=seed + 6),
         "mask": random_mask(BATCH, pos, seed + 5) if mask else None,
     }
 
@@ -60,6 +63,7 @@ RULES = {
     "kda": DELTA,
     "ssd": (ssd, ssd.naive_ssd, (ssd.chunked_ssd, ssd.recurrent_ssd)),
     "selective": (selective_scan, selective_scan.selective_scan, ()),
+    "rwkv": (rwkv, rwkv.naive_rwkv, (rwkv.chunked_rwkv,)),
     "lightning": (lightning, lightning.naive_lightning, (lightning.chunked_lightning, lightning.recurrent_lightning)),
 }
 """The package of ops, its loop, and its fast forms."""
@@ -68,7 +72,8 @@ RULES = {
 @pytest.fixture(autouse=True, scope="module")
 def several_chunks():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["kvlens.ops.ssd"], "CHUNK_SIZE", 4)
+        for name in ("ssd", "rwkv"):
+            patch.setattr(sys.modules[f"kvlens.ops.{name}"], "CHUNK_SIZE", 4)
         yield
 
 
@@ -109,7 +114,7 @@ def test_cut_anywhere_and_carried_equals_the_whole(rule, decay, mask, pos, chunk
     cut = data.draw(st.integers(1, pos - 1))
 
     def part(places):
-        whole = ("log_decay",) if rule == "lightning" else ()
+        whole = ("log_decay", "bonus") if rule == "lightning" else ("bonus",)
         return {name: x if x is None or name in whole else x[:, places] for name, x in arguments.items()}
 
     for form in (naive, *fast):
@@ -125,7 +130,8 @@ def test_cut_anywhere_and_carried_equals_the_whole(rule, decay, mask, pos, chunk
 @pytest.mark.parametrize("rule", [name for name, (_, _, fast) in RULES.items() if fast])
 def test_gradients_are_those_of_the_loop(rule, decay, monkeypatch):
     """Also where e^{G_i - G_j} above the diagonal, up to e^{4000}, would overflow: neither z nor a gradient may touch it."""
-    monkeypatch.setattr(sys.modules["kvlens.ops.ssd"], "CHUNK_SIZE", 64)
+    for name in ("ssd", "rwkv"):
+        monkeypatch.setattr(sys.modules[f"kvlens.ops.{name}"], "CHUNK_SIZE", 64)
     _, naive, fast = RULES[rule]
     arguments = {name: x for name, x in arguments_of(rule, decay, False, 40, 0).items() if x is not None}
     S = normal(BATCH, HEAD, D_K, D_V, seed=9)
@@ -150,6 +156,16 @@ def test_one_token_of_mamba_by_hand():
     kept = torch.tensor(-1.0).exp()
     torch.testing.assert_close(state.flatten(), torch.stack([kept + 6, kept]))
     torch.testing.assert_close(z.flatten(), (11 * kept + 6)[None])
+
+
+def test_two_tokens_of_rwkv_by_hand():
+    """S_0 = ones; z_0 = (S_0 + u k v)^T q = (1 + 2 * 3) + 10; S = e^{-1} S_0 + k v; the second token, of zeros, reads it."""
+    q, k = torch.tensor([[1.0, 10.0], [1.0, 10.0]]).view(1, 2, 1, 2), torch.tensor([[1.0, 0.0], [0, 0]]).view(1, 2, 1, 2)
+    v, log_decay, bonus = torch.full((1, 2, 1, 1), 3.0), torch.full((1, 2, 1, 2), -1.0), torch.full((1, 2), 2.0)
+    z, state = rwkv.naive_rwkv(q, k, v, log_decay, bonus, initial_state=torch.ones(1, 1, 2, 1), output_final_state=True)
+    kept = torch.tensor(-1.0).exp()
+    torch.testing.assert_close(z.flatten(), torch.stack([torch.tensor(17.0), 11 * kept + 3]))
+    torch.testing.assert_close(state.flatten(), torch.stack([(kept + 3) * kept, kept * kept]))
 
 
 CLOSE = {"rtol": 0, "atol": 1e-13}  # a sum of at most five products of size ten, in two orders
