@@ -91,6 +91,7 @@ NOT_ON: Mapping[str, Mapping[str, str]] = {
     "dual_demonstrations": _not_on_the_bridge(_DUAL),
     "dual_losses": _not_on_the_bridge(_DUAL),
     "state_erasure": {HOOKED: _NO_STATE, SOFTMAX: _NO_STATE},
+    "state_half_lives": {HOOKED: _NO_STATE, SOFTMAX: _NO_STATE},
     "state_memory": {HOOKED: _NO_STATE, SOFTMAX: _NO_STATE},
 }
 """Name of an analysis -> the kinds of model that it does not run on -> why."""

@@ -1,4 +1,4 @@
-"""What the recurrent layers of a hybrid model keep of a prompt: the survival of each token, and the erasure of earlier states.
+"""What recurrent layers keep of a prompt: each token's survival, what is erased of earlier states, the half-lives of channels.
 
 A value head has a matrix state S. Each token maps it and writes to it, S_t = T_t S_{t-1} + b_t k_t v_t^T, so that after M
 tokens
@@ -10,6 +10,7 @@ the state would lose if the token's value were zero. That is a share, not an eff
 restore what it removed. ``read_memory(model, tokens)`` of :mod:`kvlens.bridge` has P of every head (``state_map``).
 """
 
+import math
 from typing import Any
 
 import pandas as pd
@@ -45,6 +46,12 @@ ERASURE = Columns(
     left=("float64", "|P S_old| / |S_old|: the fraction that remains after the second prompt"),
     left_by_decay=("float64", "the fraction that would remain with the decays alone, if the second prompt removed nothing"),
     written=("float64", "norm of what the second prompt writes, over |S_old|"),
+)
+
+HALF_LIVES = Columns(
+    **VALUE_HEAD,
+    channel=("int64", "key channel; -1 where all channels of a head decay alike"),
+    half_life=("float64", "tokens after which half is left, by the mean log-decay over the prompt; infinite without decay"),
 )
 
 
@@ -119,10 +126,44 @@ def state_erasure(
     for memory, old in zip(memories, states, strict=True):
         parts = {
             "left": memory.state_map @ old,
-            "left_by_decay": memory.decay[..., None] * old,
+            "left_by_decay": memory.log_decay.exp()[..., None] * old,
             "written": torch.einsum("phk,phv->hkv", memory.carried_keys, memory.values),
         }
         norm = old.norm(dim=(1, 2))
         relative = {name: state.norm(dim=(1, 2)) / norm for name, state in parts.items()}
         frames.append(ERASURE.frame({"layer": memory.layer, "head": range(len(norm)), "earlier_norm": norm, **relative}))
+    return pd.concat(frames, ignore_index=True)
+
+
+@analysis(HALF_LIVES, "how many tokens it takes the decays of recurrent layers to halve what a state holds, by channel")
+@on_its_front_ends
+@checked
+@torch.no_grad()
+def state_half_lives(model: KVModel, prompt: str | Int[Tensor, "*one_prompt pos"]) -> pd.DataFrame:
+    """Measure how fast the states of the recurrent layers decay, by key channel: the half-life at the mean decay over a prompt.
+
+    The decays alone count, not what tokens remove (delta rule). In RWKV-5 and lightning attention they are the same for all
+    tokens, elsewhere they depend on the prompt.
+
+    Args:
+        model: as in :func:`state_memory`.
+        prompt: as there.
+
+    Returns:
+        One row per layer, head and channel, in that order:
+
+        {columns}
+
+    Raises:
+        KVLensError: as :func:`state_memory`.
+    """
+    tokens = prompt_sequence(model, "prompt", prompt)
+    frames = []
+    for memory in read_memory(model, tokens):
+        n_heads, n_channels = memory.log_decay.shape
+        head, channel = torch.cartesian_prod(torch.arange(n_heads), torch.arange(n_channels)).T
+        half_life = math.log(2) * len(tokens) / -memory.log_decay
+        channel = channel if n_channels > 1 else channel - 1
+        values: dict[str, Any] = {"layer": memory.layer, "head": head, "channel": channel, "half_life": half_life.flatten()}
+        frames.append(HALF_LIVES.frame(values))
     return pd.concat(frames, ignore_index=True)

@@ -14,7 +14,17 @@ from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
 from kvlens.files import read_json
 from kvlens.model import HookedKVTransformer, KVModel
-from kvlens.pretrained import cached_folder, is_gguf, official_name, official_names, read_gguf
+from kvlens.pretrained import (
+    cached_folder,
+    is_gguf,
+    is_rwkv_cpp,
+    is_rwkv_folder,
+    official_name,
+    official_names,
+    read_gguf,
+    read_rwkv_cpp,
+    read_rwkv_folder,
+)
 from kvlens.pretrained.translation import BAICHUAN_M1, SUPPORTED_ARCHITECTURES
 from kvlens.zoo import folder_of, is_hugging_face, names, source_of
 
@@ -42,8 +52,8 @@ def load(
 
     Args:
         source: the name of a model that ships with kvlens; a folder that ``HookedKVTransformer.save`` wrote, or one in Hugging
-            Face's format; a GGUF file; a llama2.c checkpoint; or a name on the hub whose files are in Hugging Face's cache. A
-            string that names a shipped model is that model, a Path never is.
+            Face's format; a GGUF file, one of rwkv.cpp, a llama2.c checkpoint; or a name on the hub whose files are in Hugging
+            Face's cache. A string that names a shipped model is that model, a Path never is.
         tokenizer: the file of a llama2.c tokenizer; everything else brings its own.
         device: None takes CUDA where there is one.
         dtype: of the weights; None keeps the stored one of a kvlens folder, and is float32 elsewhere.
@@ -58,18 +68,20 @@ def load(
     found = source_of(source, "load", download) if isinstance(source, str) else path_of("load: source", source)
     options = {"device": device, "dtype": None if dtype is None else dtype_of(dtype, "load: dtype")}
     options = {name: value for name, value in options.items() if value is not None}
-    if isinstance(found, Path) and found.is_file() and not is_gguf(found):
+    if isinstance(found, Path) and found.is_file() and not (is_gguf(found) or is_rwkv_cpp(found)):
         _refuse_to_verify(verify, "a llama2.c checkpoint")
         return HookedKVTransformer.from_llama2c(found, tokenizer, **options)
     if tokenizer is not None:
         raise KVLensError("load: a tokenizer file is for a llama2.c checkpoint; a folder brings its own")
     if isinstance(found, Path) and found.is_file():
-        return _from_gguf(found, verify, **options)
+        return _from_file(found, verify, **options)
     official = official_names().get(found.lower()) if isinstance(found, str) else None
     folder = _in_the_cache(found, official) if isinstance(found, str) else found
     if not is_hugging_face(folder):
         _refuse_to_verify(verify, "a folder of kvlens")
         return HookedKVTransformer.load(folder, **options)
+    if is_rwkv_folder(folder):
+        return _on_bridge(*read_rwkv_folder(folder, options.pop("dtype", torch.float32)), verify, **options)
     if _is_for_hooked_transformer(folder):
         return HookedKVTransformer.from_pretrained(official or folder, verify=verify, **options)
     if folder.name in names() and folder == folder_of(folder.name):
@@ -82,14 +94,19 @@ def _refuse_to_verify(verify: bool | None, what: str) -> None:
         raise KVLensError(f"load: verify=True: Transformers does not read {what}, so nothing can be compared; leave verify out")
 
 
-def _from_gguf(path: Path, verify: bool | None, dtype: torch.dtype = torch.float32, device: Any = None) -> KVModel:
+def _from_file(path: Path, verify: bool | None, dtype: torch.dtype = torch.float32, device: Any = None) -> KVModel:
     check_device("load: device", device)
-    model, tokenizer = read_gguf(path, dtype)
+    read: Any = read_rwkv_cpp if is_rwkv_cpp(path) else read_gguf
+    model, tokenizer = read(path, dtype)
     if type(model).__name__ in SUPPORTED_ARCHITECTURES:
         options = {"dtype": dtype, "device": device, "verify": verify}
         return HookedKVTransformer.from_pretrained(path.stem, hf_model=model, tokenizer=tokenizer, **options)
-    placed: Any = model.to(device or get_device())
-    return KVTransformerBridge.boot_transformers(placed, tokenizer=tokenizer, verify=verify)
+    return _on_bridge(model, tokenizer, verify, device)
+
+
+def _on_bridge(model: Any, tokenizer: Any, verify: bool | None, device: Any = None) -> KVTransformerBridge:
+    check_device("load: device", device)
+    return KVTransformerBridge.boot_transformers(model.to(device or get_device()), tokenizer=tokenizer, verify=verify)
 
 
 def _in_the_cache(name: str, official: str | None) -> Path:

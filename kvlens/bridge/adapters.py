@@ -1,6 +1,6 @@
-"""TransformerLens adapters for hybrids whose architecture its bridge does not know: Kimi Linear and MiniMax.
+"""TransformerLens adapters for architectures that its bridge does not know: the hybrids Kimi Linear and MiniMax, and RWKV.
 
-In both, Transformers calls a layer's mixer ``self_attn``, whether it is recurrent or attention. Here a recurrent one is
+In both hybrids, Transformers calls a layer's mixer ``self_attn``, whether it is recurrent or attention. Here a recurrent one is
 ``linear_attn``, as in the hybrids that TransformerLens knows, and attention ``attn``. Importing this module registers the
 adapters, except where TransformerLens has one of its own.
 """
@@ -18,9 +18,11 @@ from transformer_lens.model_bridge.generalized_components import (
     LinearBridge,
     MoEBridge,
     MoERouterBridge,
+    NormalizationBridge,
     PositionEmbeddingsAttentionBridge,
     RMSNormalizationBridge,
     RotaryEmbeddingBridge,
+    SSMBlockBridge,
     UnembeddingBridge,
 )
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
@@ -192,9 +194,39 @@ class KimiLinearAdapter(HybridAdapter):
         )
 
 
-ADAPTERS: dict[str, type[HybridAdapter]] = {
+class RwkvAdapter(ArchitectureAdapter):
+    """``Rwkv56ForCausalLM`` (:mod:`kvlens.pretrained.rwkv`): a recurrence and an MLP with a shift, and no attention."""
+
+    supports_fold_ln = False
+
+    def __init__(self, cfg: Any) -> None:
+        super().__init__(cfg)
+        self.cfg.normalization_type = "LN"
+        self.cfg.uses_rms_norm = self.cfg.final_rms = self.cfg.gated_mlp = False
+        self.cfg.positional_embedding_type = "none"
+        self.cfg.default_prepend_bos = False
+        self.weight_processing_conversions: dict[str, Any] = {}
+        mlp = {"in": LinearBridge(name="key"), "out": LinearBridge(name="value")}
+        self.component_mapping = {
+            "embed": EmbeddingBridge(name="model.embed_tokens"),
+            "blocks": SSMBlockBridge(
+                name="model.layers",
+                submodules={
+                    "ln1": NormalizationBridge(name="input_layernorm", config=self.cfg),
+                    "mixer": GeneralizedComponent(name="mixer"),
+                    "ln2": NormalizationBridge(name="norm2", config=self.cfg),
+                    "mlp": GeneralizedComponent(name="mlp", submodules=mlp),
+                },
+            ),
+            "ln_final": NormalizationBridge(name="model.norm", config=self.cfg),
+            "unembed": UnembeddingBridge(name="lm_head", config=self.cfg),
+        }
+
+
+ADAPTERS: dict[str, type[ArchitectureAdapter]] = {
     "KimiLinearForCausalLM": KimiLinearAdapter,
     "MiniMaxForCausalLM": MiniMaxAdapter,
+    "Rwkv56ForCausalLM": RwkvAdapter,
 }
 """By the name of the class in Transformers."""
 

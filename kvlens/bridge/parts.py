@@ -29,7 +29,7 @@ from transformer_lens.model_bridge.generalized_components import (
 )
 
 from kvlens.bridge.native import add_hook_points, rotated_point
-from kvlens.bridge.recurrent import RecurrentLayer
+from kvlens.bridge.recurrent import RecurrentLayer, ShiftedMLP
 from kvlens.bridge.softmax import HeadSizes, SoftmaxLayer
 from kvlens.bridge.table import SUPPORTED
 from kvlens.errors import KVLensError
@@ -49,6 +49,8 @@ RECURRENT = ("linear_attn", "mixer", "mamba", "conv")
 """What the bridge calls a recurrent layer within its block; in Nemotron-H, whatever the block has."""
 TOKENWISE = ("NemotronHMLP", "NemotronHMoE")
 """Modules of Transformers that a block may have instead of attention, and that read no other token."""
+SHIFTED_MLPS = ("RwkvChannelMixing",)
+"""Modules that are a layer's MLP and mix its input with that of the token before."""
 FULL_ATTENTION = ("full_attention", "hybrid")
 """Kinds of layer in which a query sees every token before it; a hybrid one has a state beside attention."""
 NO_STACK = "it is no stack of decoder blocks"
@@ -86,7 +88,7 @@ class TokenwiseLayer(LayerPart):
         return torch.zeros(0, 1, self.d_model)
 
 
-BridgePart = SoftmaxLayer | RecurrentLayer | TokenwiseLayer
+BridgePart = SoftmaxLayer | RecurrentLayer | ShiftedMLP | TokenwiseLayer
 
 
 def layers_of(bridge: Any) -> list[Block]:
@@ -95,7 +97,8 @@ def layers_of(bridge: Any) -> list[Block]:
     for number, parts in groupby(bridge.__dict__["_parts"], key=lambda part: part.layer):
         block = bridge.blocks[number]
         norms = partial(norms_around, bridge, number)
-        found.append(Block(list(parts), _mlp_of(block), block.hook_out, norms))
+        heads = [part for part in parts if not isinstance(part, ShiftedMLP)]
+        found.append(Block(heads, _mlp_of(block), block.hook_out, norms))
     return found
 
 
@@ -141,7 +144,10 @@ def _parts(bridge: Any, family: str, config: Any, layer: int) -> list[BridgePart
     held = "" if recurrent is None else type(recurrent.original_component).__name__
     if recurrent is not None and has_mixer(recurrent.original_component):
         if attn is None:
-            return [RecurrentLayer(recurrent, layer)]
+            part = RecurrentLayer(recurrent, layer)
+            mlp: Any = getattr(block, "mlp", None)
+            shifted = mlp is not None and type(mlp.original_component).__name__ in SHIFTED_MLPS
+            return [part, ShiftedMLP(mlp, part)] if shifted else [part]
         return [_attention(bridge, family, config, layer, attn, None), RecurrentLayer(recurrent, layer, name)]
     if held in TOKENWISE:
         return [TokenwiseLayer(recurrent, layer, bridge.cfg.d_model)]

@@ -4,7 +4,7 @@
 
 A :class:`~kvlens.mixers.Mixer` computes the layer while a bias is attached or a function is hooked to one of its hook points.
 Its state is stored in Transformers' cache, from which it is read at every decoded token. :func:`read_memory` is what a prompt
-does to the states, token by token.
+does to the states, token by token. :class:`ShiftedMLP` is the MLP of RWKV, whose shift a prompt reaches, too.
 """
 
 from collections import OrderedDict
@@ -21,10 +21,13 @@ from kvlens.bridge.keywords import cache_among, hidden
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.mixers import MIXER_HOOKS, Mixer, MixerInputs, RecurrentState, mixer_for
+from kvlens.mixers.layers import row_before
 from kvlens.model.protocol import Part, ReadPoint
 
 STATES = "_kvlens_states"
 """The attribute of a Transformers cache in which mixers keep their states, by layer."""
+ROWS = "_kvlens_rows"
+"""Likewise the last inputs of MLPs with a shift."""
 
 
 class RecurrentLayer(Part):
@@ -61,7 +64,8 @@ class RecurrentLayer(Part):
         layer, device = bias.layers[self.layer], positions.device
         assert layer.state is not None
         handle = RemovableHandle(self._given)
-        self._given[handle.id] = RecurrentState(layer.state.b_kv.to(device), conv=layer.last["conv"].to(device))
+        rows = layer.last["conv"][..., : self.mixer.conv_channels].to(device)
+        self._given[handle.id] = RecurrentState(layer.state.b_kv.to(device), conv=rows)
         return [handle]
 
     def observe(self, seen: dict[tuple[int, str], Tensor]) -> list[RemovableHandle]:
@@ -117,7 +121,8 @@ class RecurrentLayer(Part):
         """The component's forward pass."""
         cache = cache_among(kwargs)
         states = getattr(cache, STATES, None) or {}
-        asked = self.always_by_mixer or self._given or self.mixer._forward_hooks or self.mixer.is_hooked()
+        mixer = self.mixer
+        asked = self.always_by_mixer or mixer.replaces_module or self._given or mixer._forward_hooks or mixer.is_hooked()
         if not asked and self.layer not in states:
             is_native = _is_left_to_transformers(self.component, cache)
             return (self.component._native_forward if is_native else self._forward_of_bridge)(*args, **kwargs)
@@ -138,6 +143,60 @@ class RecurrentLayer(Part):
                 f"Transformers' own kernel, and now there is {what}: attach it before the first pass of the text"
             )
         return given
+
+
+class ShiftedMLP(Part):
+    """An MLP that mixes its input with that of the token before: the channel mixing of RWKV.
+
+    A prompt leaves it the input of its last token, which stands behind the recurrent layer's own in the bias's "conv".
+
+    Args:
+        component: the bridge's component around the module; its forward pass becomes :meth:`forward`.
+        recurrent: the recurrent part of the same layer.
+    """
+
+    def __init__(self, component: nn.Module, recurrent: RecurrentLayer):
+        held: Any = component
+        self.component, self.layer, self.name = held, recurrent.layer, "mlp"
+        self.first_channel = recurrent.mixer.conv_channels
+        self.hook_conv_state = HookPoint()
+        self._given: OrderedDict[int, Tensor] = OrderedDict()
+        self._seen: OrderedDict[int, dict[tuple[int, str], Tensor]] = OrderedDict()
+        held.__dict__["forward"] = self.forward
+
+    def hook_points(self) -> dict[str, HookPoint]:
+        """The input before the first token, as read, [batch or 1, 1, d_model]."""
+        return {f"blocks.{self.layer}.mlp.hook_conv_state": self.hook_conv_state}
+
+    def join(self, bias: KVBias, positions: Int[Tensor, "#batch pos"]) -> list[RemovableHandle]:
+        """Let the next pass start from ``bias``. Remove the handles after it."""
+        handle = RemovableHandle(self._given)
+        self._given[handle.id] = bias.layers[self.layer].last["conv"][..., self.first_channel :].to(positions.device)
+        return [handle]
+
+    def observe(self, seen: dict[tuple[int, str], Tensor]) -> list[RemovableHandle]:
+        """Let the next pass put the input of the last token behind the recurrent layer's in ``seen``."""
+        handle = RemovableHandle(self._seen)
+        self._seen[handle.id] = seen
+        return [handle]
+
+    def output_weights(self) -> Float[Tensor, "0 1 d_model"]:
+        """There are none, as the MLP has no heads."""
+        return torch.zeros(0, 1, self.first_channel)
+
+    def forward(self, hidden_states: Float[Tensor, "batch pos d_model"], **kwargs: Any) -> Tensor:
+        """The component's forward pass."""
+        x, cache = self.component.hook_in(hidden_states), cache_among(kwargs)
+        held = getattr(cache, ROWS, None) or {}
+        before = held.get(self.layer, next(reversed(self._given.values()), x.new_zeros(1, 1, x.shape[-1])))
+        previous, rows = row_before(x, _mask_of(kwargs.get("attention_mask"), x), self.hook_conv_state(before.to(x)))
+        assert rows is not None
+        if cache is not None:
+            setattr(cache, ROWS, {**held, self.layer: rows})
+        for seen in self._seen.values():
+            seen[self.layer, "conv"] = torch.cat([seen[self.layer, "conv"], rows], dim=-1)
+        output: Tensor = self.component.hook_out(self.component.original_component(x, previous))
+        return output
 
 
 def _is_left_to_transformers(component: Any, cache: Any) -> bool:
@@ -167,7 +226,7 @@ class LayerMemory(NamedTuple):
         survival: |T_{M-1} ... T_{j+1} k_j| / |k_j|, how much of a key the tokens after it leave.
         values: v_j.
         state_map: P, what becomes of the state before the prompt.
-        decay: the product of the decays alone, without what is removed; one number a head, or one per key channel.
+        log_decay: the sum of the log-decays alone, without what is removed; one number a head, or one per key channel.
     """
 
     layer: int
@@ -175,7 +234,7 @@ class LayerMemory(NamedTuple):
     survival: Float[Tensor, "pos head"]
     values: Float[Tensor, "pos head d_v"]
     state_map: Float[Tensor, "head d_k d_k"]
-    decay: Float[Tensor, " head #d_k"]
+    log_decay: Float[Tensor, " head #d_k"]
 
 
 @torch.no_grad()
@@ -241,5 +300,5 @@ def _memory(layer: RecurrentLayer, seen: dict[tuple[int, str], Tensor], mask: Bo
         carried.norm(dim=-1) / (strength * lengths).clamp(min=tiny),
         v[0],
         layer.mixer.rule.state_map(inputs, mask)[0],
-        total.exp().reshape(v.shape[2], -1),
+        total.reshape(v.shape[2], -1),
     )

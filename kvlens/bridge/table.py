@@ -58,7 +58,7 @@ class ModelType(NamedTuple):
 
 CONVOLUTION = "inputs of short convolutions"
 DELTA, KDA, LIGHTNING, SSD = "gated delta rule", "Kimi delta attention", "lightning attention", "state space (Mamba-2)"
-SELECTIVE = "selective scan (Mamba-1)"
+SELECTIVE, RWKV = "selective scan (Mamba-1)", "linear attention with a decay and a bonus"
 _WINDOW = "sliding window"
 _EXPERTS = "experts"
 _BEHIND = "norms behind attention"
@@ -113,6 +113,9 @@ MODEL_TYPES: dict[str, ModelType] = {
     "mamba2": ModelType("Mamba-2", attention=False, states=SSD, remarks=_AS_MAMBA_2),
     "mamba": ModelType("Mamba", attention=False, states=SELECTIVE, remarks=f"every channel is a head; {_AS_MAMBA_2}"),
     "falcon_mamba": ModelType("Falcon-Mamba", attention=False, states=SELECTIVE, remarks=f"as Mamba; {_AS_MAMBA_2}"),
+    "rwkv56": ModelType(
+        "RWKV-5.1, RWKV-5.2, RWKV-6", attention=False, states=RWKV, remarks="MLPs that shift; kvlens' own model"
+    ),
     "jamba": ModelType("Jamba", states=SELECTIVE, remarks=f"as Mamba; attention without positions; {_EXPERTS}"),
     "lfm2": ModelType("LFM2", states=CONVOLUTION, remarks="layers that are a short convolution alone, without heads"),
 }

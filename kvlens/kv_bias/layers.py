@@ -267,7 +267,8 @@ class Layer:
     Attributes:
         parts: of its attention, then of its recurrence.
         last: raw rows of the last tokens, oldest first: "k" and "v" [batch, window, kv_head, d_head] and "q" [batch, window,
-            head, d_head], no rows where not shifted, and the inputs "conv" [batch, rows, channel] of a short convolution.
+            head, d_head], no rows where not shifted, and the inputs "conv" [batch, rows, channel] of a short convolution;
+            of RWKV the inputs of its two shifts, side by side.
     """
 
     parts: tuple[State, ...] = ()

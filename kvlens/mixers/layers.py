@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from kvlens.errors import KVLensError
-from kvlens.mixers.mixer import DeltaRule, Lightning, Mixer, MixerInputs, RecurrentState, Selective, StateSpace
+from kvlens.mixers.mixer import DeltaRule, Lightning, Mixer, MixerInputs, RecurrentState, Rwkv, Selective, StateSpace
 from kvlens.ops.linear_attention import without_padding
 from kvlens.ops.short_convolution import short_convolution
 
@@ -286,6 +286,45 @@ class Mamba2Mixer(Mixer):
         return output
 
 
+class RwkvMixer(Mixer):
+    """RWKV-5 and 6: k and v, with a bonus for those of a query's own token, which belongs to the context; a decay per key
+    channel, the same for all tokens in RWKV-5. What it projects is mixed with the row before, as by a convolution of two.
+
+    Source: Eagle and Finch (2404.05892); :class:`kvlens.pretrained.rwkv.RwkvTimeMixing`.
+    """
+
+    serves = ("RwkvTimeMixing",)
+    output_name = "output"
+    replaces_module = True
+
+    def __init__(self, module: Any, layer: int) -> None:
+        super().__init__(module, layer)
+        self.n_heads = self.n_key_heads = module.n_heads
+        self.d_k, self.d_v = module.d_k, module.d_v
+        self.conv_rows, self.conv_channels = 1, module.output.out_features
+
+    @property
+    def rule(self) -> Rwkv:  # type: ignore[override]
+        """The recurrence with this layer's bonus."""
+        module = self.module
+        return Rwkv(module.bonus)
+
+    def inputs(self, hidden_states: Tensor, conv: Tensor | None, mask: Tensor | None) -> MixerInputs:
+        before, rows = row_before(hidden_states, mask, conv)
+        q, k, v, log_decay, gate = self.module.project(hidden_states, before)
+        return MixerInputs(q, k, v, log_decay, None, gate, rows)
+
+    def finish(self, z: Tensor, gate: Tensor) -> Tensor:
+        output: Tensor = self.module.finish(z, gate)
+        return output
+
+
+def row_before(x: Tensor, mask: Tensor | None, rows: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The row of the real token before each, of which ``rows`` has the first; and that for the next pass."""
+    previous = x.new_tensor([1.0, 0.0]).expand(x.shape[-1], 2)
+    return short_convolution(x, previous, None, mask, rows, output_final_state=True)
+
+
 class Lfm2Mixer(Mixer):
     """A short convolution is the layer: y_t = W_out (c_t * sum_s w_s b_{t-s} x_{t-s}), with b, c, x from the residual stream.
 
@@ -333,6 +372,7 @@ MIXERS: tuple[type[Mixer], ...] = (
     MiniMaxMixer,
     Mamba1Mixer,
     Mamba2Mixer,
+    RwkvMixer,
     Lfm2Mixer,
 )
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from kvlens.components import is_hooked
-from kvlens.ops import delta_rule, lightning, selective_scan, ssd
+from kvlens.ops import delta_rule, lightning, rwkv, selective_scan, ssd
 from kvlens.ops.lightning import chunked_lightning, recurrent_lightning
 from kvlens.ops.linear_attention import without_padding
 from kvlens.ops.ssd import chunked_ssd, recurrent_ssd
@@ -59,7 +59,7 @@ class MixerInputs(NamedTuple):
         q: queries, normalized and scaled; ``key_head`` divides ``head``.
         k: keys, normalized if the model does so.
         v: values.
-        log_decay: log a_t, at most 0: [batch, pos, head], with a last axis d_k in KDA and Mamba-1, [head] in
+        log_decay: log a_t, at most 0: [batch, pos, head], with a last axis d_k in KDA, Mamba-1 and RWKV, [head] in
             lightning attention.
         write_strength: b_t; None if it is always 1.
         gate: gate of the output, whose shape depends on the layer; None of inputs without an output.
@@ -224,6 +224,39 @@ class Selective(StateSpace):
         return selective_scan.selective_scan
 
 
+class Rwkv(Rule):
+    """T_t = Diag(a_t), and a query that reads the state before its token writes, and its own k and v by a bonus
+    (:mod:`kvlens.ops.rwkv`).
+
+    Args:
+        bonus: u, per head and key channel.
+    """
+
+    def __init__(self, bonus: Tensor) -> None:
+        self.bonus = bonus
+
+    def run(self, inputs: MixerInputs, state: RecurrentState, mask: Tensor | None, with_map: bool) -> RuleOutputs:
+        form = rwkv.naive_rwkv if inputs.v.shape[1] == 1 else rwkv.chunked_rwkv
+        arguments = (inputs.q, inputs.k, inputs.v, inputs.log_decay, self.bonus, mask, state.context)
+        z, final = form(*arguments, output_final_state=True)
+        assert final is not None
+        if not with_map:
+            return RuleOutputs(z, None, final, None)
+        return RuleOutputs(z, *_carried(self.carried_queries(inputs, mask), final, self.state_map(inputs, mask), state))
+
+    def carried_queries(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return rwkv.carried_queries(inputs.q, inputs.log_decay, mask)
+
+    def carried_keys(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return rwkv.carried_keys(inputs.k, inputs.log_decay, mask)
+
+    def state_map(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return rwkv.state_map(inputs.k, inputs.log_decay, mask)
+
+    def pattern(self, inputs: MixerInputs, mask: Tensor | None) -> Tensor:
+        return rwkv.effective_attention(inputs.q, inputs.k, inputs.log_decay, self.bonus, mask)
+
+
 def _carried(carried_q: Tensor, final: Tensor, state_map: Tensor, state: RecurrentState) -> tuple[Tensor, Tensor, Tensor]:
     """qbar, the state and P since the bias, from those of this pass."""
     if state.state_map is None:
@@ -246,6 +279,7 @@ class Mixer(nn.Module, ABC):
     Attributes:
         serves: names of the Transformers classes whose forward pass it implements.
         rule: how a token updates the state.
+        replaces_module: whether it computes every pass of the bridge: its module fills no cache.
         n_heads, d_k, d_v: sizes of the state, [head, d_k, d_v]; ``n_key_heads`` is the number of query and key heads, each
             shared by a group of heads.
         conv_rows, conv_channels: sizes of the convolution's state; both 0 if there is none.
@@ -257,6 +291,7 @@ class Mixer(nn.Module, ABC):
     serves: ClassVar[tuple[str, ...]] = ()
     rule: ClassVar[Rule]
 
+    replaces_module: ClassVar[bool] = False
     n_heads: int
     n_key_heads: int
     d_k: int

@@ -7,6 +7,7 @@ The result is a configuration of :mod:`kvlens.base` with weights under its names
 - :mod:`~kvlens.pretrained.checkpoint_files`, ``transformers_model``, ``gguf``: files, and Transformers' model of them;
 - :mod:`~kvlens.pretrained.translation`, ``rope_parameters``: Transformers' model as ours;
 - :mod:`~kvlens.pretrained.llama2c`: the same from the files of llama2.c;
+- :mod:`~kvlens.pretrained.rwkv`, ``rwkv_files``: RWKV-5 and 6, which Transformers does not have, and the files of it;
 - :mod:`~kvlens.pretrained.baichuan`, ``shift_import``: what neither library supports.
 """
 
@@ -15,6 +16,7 @@ from kvlens.pretrained.gguf import is_gguf, read_gguf
 from kvlens.pretrained.hugging_face import PretrainedParts, check_trial, load_pretrained_parts
 from kvlens.pretrained.llama2c import load_llama2c_parts
 from kvlens.pretrained.names import cached_folder, is_local_folder, official_name, official_names
+from kvlens.pretrained.rwkv_files import is_rwkv_cpp, is_rwkv_folder, read_rwkv_cpp, read_rwkv_folder
 from kvlens.pretrained.shift_import import import_shift_coefficients
 from kvlens.pretrained.translation import SUPPORTED_ARCHITECTURES
 
@@ -26,10 +28,14 @@ __all__ = [
     "import_shift_coefficients",
     "is_gguf",
     "is_local_folder",
+    "is_rwkv_cpp",
+    "is_rwkv_folder",
     "load_llama2c_parts",
     "load_pretrained_parts",
     "official_name",
     "official_names",
     "read_gguf",
+    "read_rwkv_cpp",
+    "read_rwkv_folder",
     "read_tensors",
 ]

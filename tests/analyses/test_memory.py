@@ -93,7 +93,7 @@ def test_tokens_that_are_not_read_leave_nothing(model):
     hidden, alone = read_memory(model, tokens, kept, keeps_positions=False), read_memory(model, tokens[kept])
     for one, other in zip(hidden, alone, strict=True):
         assert relative_error(one.carried_keys[kept], other.carried_keys) < LAW and not one.carried_keys[~kept].any()
-        assert relative_error(one.state_map, other.state_map) < LAW and relative_error(one.decay, other.decay) < LAW
+        assert relative_error(one.state_map, other.state_map) < LAW and relative_error(one.log_decay, other.log_decay) < LAW
 
 
 @pytest.mark.unhooked

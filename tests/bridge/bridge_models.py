@@ -2,7 +2,7 @@
 
 import torch
 from precision import relative_error
-from tiny_hf import D_VOCAB, ON_BOTH, ON_BRIDGE_ALONE, PURELY_RECURRENT
+from tiny_hf import D_VOCAB, ON_BOTH, ON_BRIDGE_ALONE, PURELY_RECURRENT, RWKV
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
@@ -14,7 +14,7 @@ _DENSE = ["gemma", "phi", "olmo", "olmo3", "glm", "glm4", "granite", "starcoder2
 LIKE_THE_OTHERS = [*_DENSE, "mixtral", "olmoe", "qwen3_moe", "qwen3_next", "granite_hybrid"]
 """Families whose layers the bridge computes as those of :data:`MODEL_TYPES`: held by the table of families and, among the slow
 tests, by exactness and the names of hooks."""
-_OTHERS = (*LIKE_THE_OTHERS, *PURELY_RECURRENT, "falcon_h1_direct")
+_OTHERS = (*LIKE_THE_OTHERS, *PURELY_RECURRENT, *RWKV, "falcon_h1_direct")
 FAMILIES = [name for name in (*ON_BRIDGE_ALONE, *ON_BOTH) if name not in _OTHERS]
 
 

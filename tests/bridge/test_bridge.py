@@ -14,7 +14,7 @@ import torch
 from bridge_models import FAMILIES, LIKE_THE_OTHERS, N_PROMPT, N_TEXT, PROMPT, TEXT, greedy_error, some_tokens
 from precision import LAW, relative_error
 from stacked_tensors import layers_with_state, with_stacked
-from tiny_hf import D_VOCAB, N_CTX, PURELY_RECURRENT, WINDOW, tiny_hf_model
+from tiny_hf import D_VOCAB, N_CTX, PURELY_RECURRENT, RWKV, WINDOW, tiny_hf_model
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources import build_bridge_from_module
@@ -63,7 +63,7 @@ def test_one_head_that_is_off_by_one_in_a_hundred_million_is_seen(family, bridge
                 assert relative_error(model(TEXT), whole) > LAW
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *PURELY_RECURRENT])
+@pytest.mark.parametrize("family", [*FAMILIES, *PURELY_RECURRENT, *RWKV])
 def test_gradients_through_a_conversion_are_those_of_one_pass(family, bridge_of):
     """Of a sum of squared logits by every embedding."""
 
@@ -104,7 +104,7 @@ def test_a_then_b_is_the_concatenation(model):
         assert model.attached_kv_bias is both  # an inner bias gives way to the outer one again
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *PURELY_RECURRENT])
+@pytest.mark.parametrize("family", [*FAMILIES, *PURELY_RECURRENT, *RWKV])
 def test_greedy_tokens_are_those_behind_the_prompt(family, bridge_of):
     check_greedy(bridge_of(family), n=6, use_past_kv_cache=True)
 

@@ -32,6 +32,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "composition": (),
     "induction_heads": (),
     "induction_verdicts": (),
+    "state_half_lives": (PROMPT,),
     "state_memory": (PROMPT,),
 }
 """What an analysis is given after the model, where not prompt and text."""
@@ -80,7 +81,7 @@ def run(name, model, options):
     return getattr(analyses, name)(model, *ARGUMENTS.get(name, (PROMPT, TEXT)), **options)
 
 
-WITH_STATES = ["qwen3_5", "nemotron_h", "falcon_h1_direct", "mamba2", "lfm2"]
+WITH_STATES = ["qwen3_5", "nemotron_h", "falcon_h1_direct", "mamba2", "rwkv6", "lfm2"]
 
 
 @pytest.mark.parametrize(

@@ -5,20 +5,20 @@ import torch
 import transformers as tf
 from bridge_models import FAMILIES, LIKE_THE_OTHERS, some_tokens
 from precision import LAW, relative_error
-from tiny_hf import PURELY_RECURRENT, tiny_hf_model
+from tiny_hf import PURELY_RECURRENT, RWKV, tiny_hf_model
 
 from kvlens import KVLensError, KVTransformerBridge, convert_prompt
 from kvlens.analyses import bias_decomposition, prompt_attribution
 from kvlens.bridge import table
 from kvlens.bridge.softmax import SoftmaxLayer
-from kvlens.mixers.layers import Lfm2Mixer, Mamba1Mixer, Mamba2Mixer
+from kvlens.mixers.layers import Lfm2Mixer, Mamba1Mixer, Mamba2Mixer, RwkvMixer
 from kvlens.mixers.mixer import DeltaRule, Lightning
 from kvlens.model import heads_per_layer, read_attention
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
 PROMPT, TEXT = some_tokens(9), some_tokens(4, seed=1)
-MODELS = [*FAMILIES, *LIKE_THE_OTHERS, *PURELY_RECURRENT]
+MODELS = [*FAMILIES, *LIKE_THE_OTHERS, *PURELY_RECURRENT, *RWKV]
 REFUSED = ["bloom", "gpt_neo"]
 
 
@@ -54,6 +54,8 @@ def rule_of(mixer):
         return table.CONVOLUTION
     if isinstance(mixer, Mamba1Mixer | Mamba2Mixer):
         return table.SELECTIVE if isinstance(mixer, Mamba1Mixer) else table.SSD
+    if isinstance(mixer, RwkvMixer):
+        return table.RWKV
     if isinstance(mixer.rule, Lightning):
         return table.LIGHTNING
     assert isinstance(mixer.rule, DeltaRule)

@@ -6,7 +6,7 @@ from bridge_models import N_PROMPT, PROMPT, TEXT, some_tokens
 from precision import LAW, float64, relative_error
 from small_models import logits_under
 from stacked_tensors import with_stacked
-from tiny_hf import D_VOCAB, HYBRIDS, KINDS, ON_BOTH, ON_BRIDGE_ALONE, PURELY_RECURRENT, law_of, tiny_hf_model
+from tiny_hf import D_VOCAB, HYBRIDS, KINDS, ON_BOTH, ON_BRIDGE_ALONE, PURELY_RECURRENT, RWKV, law_of, tiny_hf_model
 from transformers import DynamicCache
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, KVShiftConfig, convert_prompt
@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning"),
 ]
 
-WITHOUT_KEYS = {*HYBRIDS, "lfm2", "falcon_h1", "falcon_h1_direct", "deepseek_v3", *PURELY_RECURRENT}
+WITHOUT_KEYS = {*HYBRIDS, "lfm2", "falcon_h1", "falcon_h1_direct", "deepseek_v3", *PURELY_RECURRENT, *RWKV}
 ON_BRIDGE = [*ON_BOTH, *(name for name in ON_BRIDGE_ALONE if name not in WITHOUT_KEYS)]
 WEIGHTED = ["llama", "gpt2", "gpt_neox", "mistral", "gemma2", "gemma3", "gpt_oss", "smollm3"]
 """Grouped heads, learned positions, windows in all layers and in some, soft caps, sinks, layers without positions."""

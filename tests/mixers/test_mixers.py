@@ -6,14 +6,14 @@ import functools
 import pytest
 import torch
 from precision import LAW, float64, relative_error, share
-from tiny_hf import HYBRIDS, PURELY_RECURRENT, tiny_hf_model
+from tiny_hf import HYBRIDS, PURELY_RECURRENT, RWKV, tiny_hf_model
 
 from kvlens.errors import KVLensError
 from kvlens.mixers import MIXER_HOOKS, RecurrentState, has_mixer, mixer_for
 from kvlens.ops.linear_attention import without_padding
 
 BATCH, POS = 3, 70
-FAMILIES = [*HYBRIDS, *PURELY_RECURRENT, "falcon_h1", "falcon_h1_norm"]
+FAMILIES = [*HYBRIDS, *PURELY_RECURRENT, *RWKV, "falcon_h1", "falcon_h1_norm"]
 
 
 def law(test):
@@ -151,6 +151,7 @@ def test_hook_points_fire_at_prefill_and_at_decoding(family):
     state = RecurrentState(b_kv=torch.randn(1, mixer.n_heads, mixer.d_k, mixer.d_v))
     _, after = mixer(x, state)
     quiet = {"hook_conv_state", "hook_write_strength"} if family == "minimax" else set()
+    quiet |= {"hook_write_strength"} if family in RWKV else set()
     for pos, before in ((6, state), (1, after)):
         seen = fired(mixer, lambda pos=pos, before=before: mixer(x[:, :pos], before))
         assert set(seen) == set(MIXER_HOOKS) - quiet
@@ -162,7 +163,7 @@ def test_hook_points_fire_at_prefill_and_at_decoding(family):
         assert torch.equal(seen["hook_b_kv"], state.b_kv)
         assert relative_error(seen["hook_z"], seen["hook_z_bias"] + seen["hook_z_context"]) < LAW
         assert seen["hook_state"].shape == (BATCH, mixer.n_heads, mixer.d_k, mixer.d_v)
-        by_state = dict.fromkeys(("kimi_linear", "jamba", "mamba", "falcon_mamba"), (*heads, mixer.d_k))
+        by_state = dict.fromkeys(("kimi_linear", "jamba", "mamba", "falcon_mamba", *RWKV), (*heads, mixer.d_k))
         by_head = {"minimax": heads[-1:], **by_state}.get(family, heads)
         assert seen["hook_log_decay"].shape == by_head
         assert "hook_write_strength" in quiet or seen["hook_write_strength"].shape == heads

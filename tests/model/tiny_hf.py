@@ -13,6 +13,8 @@ from precision import LAW
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from kvlens.pretrained.rwkv import MODEL_TYPE
+
 N_LAYERS, D_VOCAB, N_CTX, WINDOW = 3, 307, 96, 5
 SLIDING, FULL = "sliding_attention", "full_attention"
 WINDOWED = {"sliding_window": WINDOW, "layer_types": [SLIDING, FULL, SLIDING]}
@@ -174,9 +176,16 @@ PURELY_RECURRENT: Rows = {
     "falcon_mamba": ("falcon_mamba", MAMBA_1),
 }
 """Of the bridge alone: no layer is attention."""
+RWKV_SIZES = {"hidden_size": 24, "num_hidden_layers": N_LAYERS, "num_heads": 4, "value_dim": 20, "intermediate_size": 37}
+RWKV: Rows = {
+    name: (MODEL_TYPE, {**RWKV_SIZES, "version": version, "mix_rank": 3, "decay_rank": 5})
+    for name, version in (("rwkv5_1", "5.1"), ("rwkv5_2", "5.2"), ("rwkv6", "6"))
+}
+"""Of the bridge alone: no layer is attention, MLPs shift, and no cache holds the states but the bridge's."""
 ON_BRIDGE_ALONE: Rows = {
     **HYBRIDS,
     **PURELY_RECURRENT,
+    **RWKV,
     "smollm3": ("smollm3", {**GQA, "no_rope_layers": [1, 0, 1]}),
     "lfm2": ("lfm2", {**GQA, "layer_types": ["conv", FULL, "conv"], "conv_L_cache": 4, "block_multiple_of": 4}),
     "falcon_h1": ("falcon_h1", {**FALCON_H1, "attention_out_multiplier": 0.7, "ssm_out_multiplier": 1.3}),
