@@ -117,6 +117,12 @@ def test_a_name_of_no_tensor_is_refused_with_those_there_are():
         converted("rope after").stacked("keys")
 
 
+def test_a_layer_times_a_number_for_each_head():
+    bias, by = bias_of(1, 3), torch.tensor([1.0, -2.0, 0.0, 0.5, -0.25], dtype=torch.float64)
+    part, times = bias.layers[0].attention, bias.layers[0].times(by).attention
+    assert torch.equal(times.b_kv, by[:, None, None] * part.b_kv) and torch.equal(times.b_d, by[:, None] * part.b_d)
+
+
 # --- arithmetic ---
 
 
