@@ -122,7 +122,7 @@ class VirtualKeys(PositiveFeatures):
 
     Attributes:
         keys: after RoPE, as the model scores them; ``d_key`` is ``d_head``, except in latent attention, whose keys and values
-            differ in size. Heads with fewer keys repeat one, with weight 0.
+            differ in size. Heads with fewer keys have others of weight 0 behind them.
         distance: from each key to the first token of the text, at least 1; it matters with ALiBi and in local layers.
     """
 

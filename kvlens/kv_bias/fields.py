@@ -102,7 +102,8 @@ def check_fields(bias: Any) -> None:
             f"KVBias: fingerprint.heads must be four numbers for each layer, [layer={f.n_layers}, 4], got {brief(f.heads)}"
         )
     if len(bias.layers) != f.n_layers or not any(layer.tensors() for layer in bias.layers):
-        raise KVLensError(f"KVBias: layers must be those of a model of {f.n_layers} layers, got {len(bias.layers)}")
+        empty = "" if any(layer.tensors() for layer in bias.layers) else ", all of them empty"
+        raise KVLensError(f"KVBias: layers must be those of a model of {f.n_layers} layers, got {len(bias.layers)}{empty}")
     n_rows = bias.n_rows
     for number, layer in enumerate(bias.layers):
         _check_layer(number, layer, f, n_rows)

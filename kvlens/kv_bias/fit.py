@@ -228,8 +228,8 @@ class BiasFit:
         answers: errors of the logits and the next-token distribution; None if not measured.
         recall: which words of the prompt's own sentences the model would still say under the bias; None if not measured:
             :func:`kvlens.convert_prompt` does for one prompt that is text or a chat, :func:`kvlens.conversion.recall` for any.
-        history: what was done to the bias since, each kind of step once. If it is not empty, ``n_keys``, the errors and
-            ``answers`` are None, because they are not known.
+        history: what was done to the bias since, each kind of step once. If it is not empty, ``n_keys``, the errors,
+            ``answers`` and ``recall`` are None, because they are not known.
         parts: if there is a history, the original fits with their measured errors.
     """
 
@@ -371,12 +371,12 @@ FitRecord = BiasFit | None
 
 def since(record: FitRecord, step: str) -> FitRecord:
     """The record after ``step``, an operation that keeps exact biases exact."""
-    return None if record is None else _after(record, step)
+    return None if record is None else edited(record, step)
 
 
 def edited(record: FitRecord, step: str) -> BiasFit:
     """The record after ``step``, an operation that makes also an exact bias one of unknown errors."""
-    return _after(record, step)
+    return BiasFit.of_several([] if record is None else [record], step)
 
 
 def of_sum(records: Iterable[FitRecord], step: str) -> FitRecord:
@@ -389,8 +389,4 @@ def after_rounding(bias: Any, dtype: torch.dtype) -> FitRecord:
     """The record after a change of dtype. Rounding to half precision adds an unmeasured error of at least 0.1 %."""
     lost = torch.finfo(dtype).eps > max(torch.finfo(bias.dtype).eps, torch.finfo(torch.float32).eps)
     is_softmax = bias.fingerprint.attention != "linear"
-    return _after(bias.fit, f"rounded to {str(dtype).removeprefix('torch.')}") if lost and is_softmax else bias.fit
-
-
-def _after(record: FitRecord, step: str) -> BiasFit:
-    return BiasFit.of_several([] if record is None else [record], step)
+    return edited(bias.fit, f"rounded to {str(dtype).removeprefix('torch.')}") if lost and is_softmax else bias.fit

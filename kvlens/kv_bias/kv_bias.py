@@ -96,7 +96,7 @@ class KVBias:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
 
     def with_layers(self, layers: Sequence[Layer], **counts: Any) -> "KVBias":
-        """The bias with other layers, and further ``counts``. It counts as an operation: how exact it is is not known."""
+        """The bias with other layers, and further ``counts``; of a softmax model it is then not known how exact it is."""
         fit = self.fit if self.fingerprint.attention == "linear" else edited(self.fit, "layers changed")
         return replace(self, layers=tuple(layers), record=fit, **counts)
 
@@ -282,31 +282,39 @@ class KVBias:
     @checked
     def repeat(self, n: Count) -> "KVBias":
         """The bias of one prompt as a batch of ``n`` equal ones, without copies."""
+        if not self.single:
+            raise KVLensError(
+                f"repeat: expected the bias of a single prompt, got a batch of {self.n_rows}; select_prompt takes one"
+            )
         fit = None if self.fit is None else self.fit.repeat(n)
         return self._each(lambda layer: layer.rows(lambda x: x.expand(n, *x.shape[1:])), fit, single=False)
 
     @checked
     def select_prompts(self, rows: Int[Tensor, " row"]) -> "KVBias":
-        """Some prompts of a batch, repetitions allowed, as a batch. It has no record of a fit."""
+        """Some prompts of a batch, repetitions allowed, as a batch."""
         counts = {name: value[rows] for name in COUNTS if isinstance(value := getattr(self, name), Tensor)}
-        return self._each(lambda layer: layer.rows(lambda x: x[rows.to(x.device)]), None, **counts)
+        fit = since(self.fit, "prompts selected")
+        return self._each(lambda layer: layer.rows(lambda x: x[rows.to(x.device)]), fit, **counts)
 
     @staticmethod
     def batch(biases: Sequence["KVBias"]) -> "KVBias":
-        """Batches of exact biases as one batch; those with fewer keys get keys of weight 0."""
-        if len(biases) == 1:
+        """Biases of one model as one batch, of single prompts or of batches; those with fewer keys get keys of weight 0."""
+        for other in biases[1:]:
+            other.fingerprint.check(biases[0].fingerprint, "KVBias.batch", whose="the first bias")
+        if len(biases) == 1 and not biases[0].single:
             return biases[0]
         counts: dict[str, Any] = {
             name: torch.cat([torch.as_tensor(getattr(b, name), device=b.device).expand(b.n_rows) for b in biases])
             for name in COUNTS
         }
         layers = tuple(map(Layer.joined, zip(*(bias.layers for bias in biases), strict=True)))
-        return replace(biases[0], layers=layers, record=None, **counts)
+        fit = of_sum((bias.fit for bias in biases), "batches joined")
+        return replace(biases[0], layers=layers, record=fit, single=False, **counts)
 
     @checked
     def exchange_layers(self, other: "KVBias", layers: Bool[Tensor, "row layer"]) -> "KVBias":
-        """A batch of mixtures of two exact biases of single prompts of as many tokens: in row i those layers come from
-        ``other`` for which ``layers[i]`` is True, with their shift states and recurrent states.
+        """A batch of mixtures of two biases of single prompts of as many tokens: in row i those layers come from ``other``
+        for which ``layers[i]`` is True, with their shift states and recurrent states.
 
         Raises:
             KVLensError: biases of batches, of different models, or with different numbers of keys.
@@ -320,7 +328,7 @@ class KVBias:
             )
         every = zip(self.layers, other.layers, layers.long().T, strict=True)
         mixed = [Layer.joined([own, theirs]).rows(lambda x, i=i: x[i.to(x.device)]) for own, theirs, i in every]  # type: ignore[misc]
-        return replace(self, layers=tuple(mixed), record=None, single=False)
+        return replace(self, layers=tuple(mixed), record=of_sum((self.fit, other.fit), "layers exchanged"), single=False)
 
     @checked
     def select(self, layers: Sequence[int] = (), heads: Sequence[tuple[int, int]] = ()) -> "KVBias":
@@ -336,11 +344,11 @@ class KVBias:
         for layer in layers:
             kept[layer][:] = 1
         for layer, head in heads:
-            layer = layer
             kept[layer][head] = 1
         n_kept, n_all = sum(int(on.sum()) for on in kept), sum(counts)
         fit = self.fit if n_kept == n_all else since(self.fit, f"{n_kept} of {n_all} heads selected")
-        return replace(self, layers=tuple(map(Layer.times, self.layers, kept)), record=fit)
+        one_number = [bool(on[0]) if len(on) and bool((on == on[0]).all()) else on for on in kept]
+        return replace(self, layers=tuple(map(Layer.times, self.layers, one_number)), record=fit)
 
     def per_query_head(self) -> "KVBias":
         """The same bias with b_kv and b_d for every query head; a softmax bias stores them per key-value head."""

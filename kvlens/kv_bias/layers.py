@@ -221,13 +221,12 @@ class Keys(Features):
         r = max(1, int(used.sum(dim=-1).max()))
         if r == used.shape[-1]:
             return self
-        order, group = used.int().argsort(dim=-1, descending=True, stable=True)[..., :r], self.n_heads // self.n_kv_heads
+        order = used.int().argsort(dim=-1, descending=True, stable=True)[..., :r]
 
         def first(x: Tensor, axis: int) -> Tensor:
             index = order.repeat_interleave(x.shape[1] // order.shape[1], dim=1)
             return x.gather(axis, index if x.dim() == 3 else index[..., None].expand(*index.shape, x.shape[-1]))
 
-        assert group * self.n_kv_heads == self.n_heads
         return self.with_keys(first)
 
     def extra(self, dtype: torch.dtype) -> ExtraKeys | None:

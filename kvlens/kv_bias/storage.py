@@ -1,8 +1,8 @@
 """How a bias is stored: one safetensors file, with everything but tensors as JSON in its metadata, never pickle.
 
 Layers are stacked; those with fewer or smaller heads than others are filled up with zeros, and all heads have as many virtual
-keys as the head with the most. With unequal budgets a few heads need nearly every key of the prompt, and most need a few: the
-file has only the rows where a key is used,
+keys as the head with the most. With unequal budgets a few heads need nearly every key of the prompt, and most need a few: where
+all layers have heads alike, the file has only the rows where a key is used,
 
     used [layer, (batch,) kv_head, r]          b_KV, b_D, keys, distance: the rows where ``used``, in its order
 
@@ -173,8 +173,9 @@ def write_bias_file(path: str | Path, bias: Any) -> None:
     if bias.kind == "virtual_keys" and not bias.fingerprint.layers_differ:
         tensors = without_unused_keys(tensors, bias.fingerprint.n_kv_heads)
     if bias.kind is not None:
-        meta |= {"features": bias.kind, "fit": None if bias.fit is None else bias.fit.to_json()}
+        meta |= {"features": bias.kind, "fit": None}
     if bias.fit is not None:
+        meta["fit"] = bias.fit.to_json()
         tensors |= {f"fit.{name}": tensor for name, tensor in bias.fit.to_tensors().items()}
     recurrent = [number for number, layer in enumerate(bias.layers) if layer.state is not None]
     if recurrent:

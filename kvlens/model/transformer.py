@@ -86,7 +86,7 @@ class HookedKVTransformer(LoadsAndSaves):
         super().__init__(cfg, tokenizer, move_to_device, default_padding_side)
 
     def build_block(self, layer: int) -> KVBlock:
-        """A layer with kvlens' attention; all layers share one rotary table."""
+        """A layer with kvlens' attention; layers whose heads have one size share a rotary table."""
         block = KVBlock(self.cfg, layer)
         if layer and hasattr(block.attn, "rotary_table") and self.cfg.d_head_by_layer is None:
             block.attn.rotary_table = self._rotary_table

@@ -1,5 +1,7 @@
 """Sums are linear, and when they are *a, then b*; layers of one bias in another's place, batches and rows of them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from precision import LAW
@@ -158,6 +160,9 @@ def test_batches_and_rows(model):
     short, long = convert_prompt(model, torch.arange(4)[None]), convert_prompt(model, torch.arange(7)[None])
     padded = logits_of(model, KVBias.batch([short, long]), text)
     close(padded, torch.cat([logits_of(model, short, text), logits_of(model, long, text)]))
+    singles = [convert_prompt(model, torch.arange(n)) for n in (4, 7)]
+    close(logits_of(model, KVBias.batch(singles), text), padded)
+    assert KVBias.batch(singles[:1]).batch_size == 1
     close(logits_of(model, together.select_prompts(torch.tensor([2, 0])), text), logits_of(model, together, text)[[2, 0]])
 
 
@@ -166,7 +171,9 @@ def test_what_does_not_fit_is_refused(model):
     with pytest.raises(KVLensError):
         one.select_prompts(torch.tensor([0, 0]))
     with pytest.raises(KVLensError):
-        KVBias.batch([one, one])
+        one.repeat(2).repeat(2)
+    with pytest.raises(KVLensError, match="weights differs"):
+        KVBias.batch([one, replace(one, fingerprint=replace(one.fingerprint, weights="of another model"), record=None)])
     if model.cfg.attention == "softmax":
         with pytest.raises(KVLensError):
             one.exchange_layers(longer, torch.ones(1, 3, dtype=torch.bool))

@@ -47,6 +47,9 @@ CHANGES = {
     "continued": lambda model, b, other: convert_prompt(model, OTHER, initial=b),
     "a multiple, back again": lambda model, b, other: (0.5 * b) * 2,
     "one of a batch of halves": lambda model, b, other: (0.5 * b).repeat(2).select_prompt(1),
+    "some of a batch": lambda model, b, other: b.repeat(1).select_prompts(torch.tensor([0, 0])),
+    "in a batch with another": lambda model, b, other: KVBias.batch([b, other]),
+    "layers exchanged": lambda model, b, other: b.exchange_layers(b, torch.tensor([[True, False]])),
 }
 """Operations that make another bias, each with its own error."""
 SAME = {

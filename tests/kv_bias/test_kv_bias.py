@@ -112,6 +112,22 @@ def test_an_edited_bias_of_a_softmax_model_is_no_longer_called_exact():
     assert linear.map_layers(lambda layer: layer).fit is None  # whatever its numbers are, the model's own features read them
 
 
+def test_whole_layers_are_selected_with_the_rows_that_they_have():
+    bias = converted("softmax, shifted, grouped")
+    chosen, single = bias.select(layers=[1]), bias.select(heads=[(1, 0)])
+    n_kv_heads = bias.attention[0].n_kv_heads
+    assert [part.n_heads for part in chosen.attention] == [n_kv_heads] * bias.n_layers
+    assert single.attention[1].n_heads > n_kv_heads
+    assert torch.equal(chosen.attention[1].b_kv, bias.attention[1].b_kv) and not chosen.attention[0].b_kv.any()
+
+
+def test_a_file_keeps_the_record_of_a_linear_bias_too(tmp_path):
+    softmax, linear = converted("softmax, shifted, grouped"), converted("rope after")
+    recorded = replace(linear, record=softmax.map_layers(lambda layer: layer).fit)
+    recorded.save(tmp_path / "b")
+    assert KVBias.load(tmp_path / "b").fit.history == ("layers changed",)
+
+
 def test_a_name_of_no_tensor_is_refused_with_those_there_are():
     with pytest.raises(KVLensError, match=r"no 'keys'; it has b_kv, b_d, last_k, last_v, last_q"):
         converted("rope after").stacked("keys")

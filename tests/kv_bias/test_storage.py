@@ -160,18 +160,19 @@ def with_budgets(b: KVBias) -> KVBias:
 def test_a_file_leaves_out_keys_without_a_weight(selected, batch, tmp_path):
     whole = bias(batch=batch)
     ragged = with_budgets(whole)
-    heads = HEADS if selected else KV
     if selected:
         whole, ragged = (b.select(layers=[0], heads=[(1, 2)]) for b in (whole, ragged))
     counts = (torch.arange(LAYERS * KV * (batch or 1)) % R + 1).reshape(LAYERS, batch or 1, KV)
     # query head 2 reads key-value head 1
-    kept = int(counts[0].sum() + counts[1, :, 1].sum()) if selected else int(counts.sum())
-    assert ragged.num_parameters == kept * (heads // KV * (D + 1) + D)
+    kept = [int(counts[0].sum()), int(counts[1, :, 1].sum() if selected else counts[1].sum())]
+    rows = [1, HEADS // KV if selected else 1]  # of a layer with single heads, one for each query head
+    assert ragged.num_parameters == sum(n * (group * (D + 1) + D) for n, group in zip(kept, rows, strict=True))
     whole.save(tmp_path / "whole.safetensors")
     ragged.save(tmp_path / "ragged.safetensors")
-    assert (tmp_path / "ragged.safetensors").stat().st_size < (tmp_path / "whole.safetensors").stat().st_size - kept * D
+    assert (tmp_path / "ragged.safetensors").stat().st_size < (tmp_path / "whole.safetensors").stat().st_size - sum(kept) * D
     loaded = KVBias.load(tmp_path / "ragged.safetensors")
     narrow = ragged.narrowed()  # as a bias that is not exact is read
+    narrow = narrow.per_query_head() if selected else narrow
     assert all(torch.equal(loaded.stacked(name), narrow.stacked(name)) for name in ("b_kv", "b_d"))
     assert int(loaded.stacked("distance").min()) == 1  # also of the keys left out: none stands in the text
     assert_same(loaded, ragged)
@@ -264,7 +265,7 @@ def model(request, bridge_of):
 @pytest.mark.parametrize("heads", [KV, HEADS], ids=["a row per key-value head", "a row per query head"])
 def test_a_layer_is_as_wide_as_its_widest_head_and_holds_every_key_in_use(heads, batch):
     ragged = with_budgets(bias(batch=batch))
-    ragged = ragged.select(layers=[0], heads=[(1, 2)]) if heads == HEADS else ragged
+    ragged = ragged.per_query_head() if heads == HEADS else ragged
     for wide, narrow in zip(ragged.attention, ragged.narrowed().attention, strict=True):
         used = (wide.b_d != 0).unflatten(1, (KV, -1)).any(dim=2)
         assert narrow.keys.shape[2] == narrow.b_d.shape[2] == used.sum(dim=-1).max()
