@@ -281,7 +281,7 @@ def layer_contributions(
         stream = read_stream(model, torch.cat([before, text]), len(text))  # at the text's positions, in one pass
     residual, directions = stream.residual.double(), [residual_directions(model, target.ids) for target in targets]
     unexplained, labels, norms, shares, logits = residual.clone(), list[Label](), [], [], []
-    for of_part, x in _parts(model, stream, per_head):
+    for of_part, x in stream_parts(model, stream, per_head):
         vectors = x.double()
         unexplained -= vectors.sum(dim=0)
         labels += of_part
@@ -332,7 +332,7 @@ def _targets(model: KVModel, text: Tensor, next_token: bool, tokens: Sequence[To
     return targets
 
 
-def _parts(
+def stream_parts(
     model: KVModel, stream: StreamReading, per_head: bool
 ) -> Iterator[tuple[list[Label], Float[Tensor, "component pos d_model"]]]:
     """Yield embeddings, then parts layer by layer, so that only one layer's vectors are in memory at a time."""

@@ -27,6 +27,7 @@ without a bias.
 """
 
 from kvlens.bridge.bridge import KVTransformerBridge
+from kvlens.bridge.parts import measured
 from kvlens.bridge.recurrent import LayerMemory, read_memory
 
-__all__ = ["KVTransformerBridge", "LayerMemory", "read_memory"]
+__all__ = ["KVTransformerBridge", "LayerMemory", "measured", "read_memory"]

@@ -66,6 +66,10 @@ def contributions(prompt=None, text=TEXT, **given):
     return analyses.layer_contributions(linear(), prompt, text, **given)
 
 
+def why(model=softmax, prompt=PROMPT, text=TEXT, layer=1, head=3, **given):
+    return analyses.why_attends(model(), prompt, text, layer, head, **given)
+
+
 def errors(prompt=PROMPT, text=TEXT, **given):
     return analyses.conversion_error(linear(), prompt, text, **given)
 
@@ -180,6 +184,23 @@ REFUSED = [
         lambda name=name: getattr(analyses, name)(classifier(), PROMPT, TEXT)
         for name in ("bias_positions", "bias_by_head", "bias_decomposition", "bias_effects", "layer_contributions")
     ),
+    # why a head attends
+    *(
+        lambda given=given: why(**given)
+        for given in (dict(layer=None), dict(layer=2), dict(head=5), dict(query=12), dict(query="purple"), dict(query=4, key=9))
+    ),
+    lambda: why(prompt=bias(softmax), query=3),
+    lambda: why(lambda: shared("softmax, local"), layer=0, key=2),
+    lambda: why(linear),
+    lambda: analyses.what_is_copied(linear(), PROMPT, TEXT, 1, 3),
+    lambda: why(prompt=random_features()),
+    lambda: why(s := lambda: shared("softmax, shifted"), prompt=bias(s)),
+    lambda: why(prompt=-1 * bias(softmax)),
+    *(
+        lambda kind=kind: why(lambda: shared(f"softmax, {kind}"))
+        for kind in ("norms behind heads", "clamped", "ridge", "shortformer")
+    ),
+    lambda: analyses.what_is_copied(softmax(), PROMPT, TEXT, 1, 3, answer=17),
     # numbers
     lambda: verdicts(n_sequences=0),
     lambda: analyses.induction_heads(linear(), n_repeated=4, seed=-1),

@@ -51,6 +51,8 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "induction_verdicts": [FEW, ABLATIONS],
     "prompt_attribution": [dict(by="token"), dict(by=UNITS, null=NULL), dict(by=UNITS[:2], null=NULL, positions="closed")],
     "reading_layers": [dict(answer=3, without=UNITS[:1])],
+    "what_is_copied": [dict(layer=1, head=1), dict(layer=2, head=3, query=8, answer=5, rival=7)],
+    "why_attends": [dict(layer=1, head=1), dict(layer=2, head=3, query=8, key=2)],
 }
 """With the first of these an analysis runs on every model, with all of them on both front ends."""
 OF_HEADS = ("composition", "head_details", "induction_heads", "induction_verdicts", "linked_shares", "prompt_copies")
@@ -81,6 +83,10 @@ def run(name, model, options):
     return getattr(analyses, name)(model, *ARGUMENTS.get(name, (PROMPT, TEXT)), **options)
 
 
+_NONE = {name: "there are no scores to split" for name in ("mamba2", "rwkv6")}
+_NONE["lfm2"] = "layer 0 writes to the residual stream and has no heads"
+OF_A_HEAD = {"what_is_copied": _NONE, "why_attends": _NONE}
+"""Analyses of one head of softmax attention, and the families that have none, or other writers below it."""
 WITH_STATES = ["qwen3_5", "nemotron_h", "falcon_h1_direct", "mamba2", "rwkv6", "lfm2"]
 
 
@@ -103,6 +109,9 @@ def test_an_analysis_runs_or_says_why_not(family, name, bridge_of):
             run(name, model, options)
     elif name == "attribution_by_edge" and reason is None and sum(n > 0 for n in heads_per_layer(model)) < 2:
         with pytest.raises(KVLensError, match="a single layer with heads"):
+            run(name, model, options)
+    elif name in OF_A_HEAD and family in OF_A_HEAD[name]:
+        with pytest.raises(KVLensError, match=OF_A_HEAD[name][family]):
             run(name, model, options)
     elif reason is None:
         first, *_ = compared(name, run(name, model, options))
