@@ -91,7 +91,7 @@ def why_attends(
 
     >>> from kvlens import HookedKVTransformer
     >>> model = HookedKVTransformer.from_zoo("docs-gpt2")
-    >>> table = why_attends(model, "The widget is purple.\n", "The widget is", layer=1, head=0, key="purple")
+    >>> table = why_attends(model, "The widget is purple.", " The widget is", layer=1, head=0, key="purple")
     >>> whole = table.groupby("side")["score"].sum()  # as of pairs, so of those who wrote the key, and the query
     >>> bool(abs(whole["key"] - whole["pair"]) < 1e-5 and abs(whole["query"] - whole["pair"]) < 1e-5)
     True
@@ -123,37 +123,45 @@ def why_attends(
     if not bool(read.visible[j]):
         seen, by = (f"position {at} ({read.texts[at]!r})" for at in (j, read.query))
         raise KVLensError(f"key: {seen} is not seen from {by}: it comes later, or lies outside the window of this layer")
-    (w, of_sink), one = read.rivals(j), torch.eye(len(attention), dtype=attention.dtype, device=attention.device)[j]
-    weights = torch.stack([one - w, one])  # of the keys in the contrast, and in the score
-    constants = {name: weights @ x for name, x in read.added.items()}
-    if read.sink is not None:
-        constants[SINK] = torch.stack([-of_sink * read.sink, torch.zeros_like(of_sink)])
-    keys = torch.einsum("ck,bkd->cbd", weights * read.factors(), read.k)
-    pairs = torch.einsum("ad,cbd->cab", read.q, keys)
-    pairs = torch.stack([torch.block_diag(*of) for of in zip(pairs, *constants.values(), strict=True)])
-    where = {"query_position": read.query, "query_token": read.texts[read.query], "key_position": j, "key_token": read.texts[j]}
-    names, frames = [*read.writers, *constants], []
+    names, weights, pairs = _pairs(read, j)
+    asked = {"query_position": read.query, "query_token": read.texts[read.query], "key_position": j, "key_token": read.texts[j]}
+    frames = []
     for side, parts in (("key", pairs.sum(dim=1)), ("query", pairs.sum(dim=2)), ("pair", pairs.flatten(1))):
         order, falls = _by_size(parts), torch.full((3, parts.shape[1]), torch.nan, dtype=torch.float64)
         run = [n for n in order if side != "pair" and names[n] not in NO_VECTOR][:n_run]
         if run:
             falls[:, run] = _falls(read, read.without(model, [names[n] for n in run]), side, weights, j).cpu()
+        by_query = [names[n // len(names) if side == "pair" else n] for n in order]
         frames.append(
             WHY.frame(
                 {
                     "side": side,
-                    "query_writer": SUMMED
-                    if side == "key"
-                    else [names[n // len(names) if side == "pair" else n] for n in order],
+                    "query_writer": SUMMED if side == "key" else by_query,
                     "key_writer": SUMMED if side == "query" else [names[n % len(names)] for n in order],
                     **dict(zip(("contrast", "score"), parts[:, order], strict=True)),
                     **dict(zip(("contrast_run", "score_run", "attention_run"), falls[:, order], strict=True)),
-                    **where,
+                    **asked,
                     "attention": float(attention[j]),
                 }
             )
         )
     return pd.concat(frames, ignore_index=True)
+
+
+def _pairs(
+    read: HeadByWriter, key: int
+) -> tuple[list[str], Float[Tensor, "2 key"], Float[Tensor, "2 query_writer key_writer"]]:
+    """All writers, contrast and score as sums over keys with weights, and both by pairs; what nobody wrote stands by itself."""
+    (w, of_sink), one = read.rivals(key), torch.zeros_like(read.own_scores)
+    one[key] = 1
+    weights = torch.stack([one - w, one])
+    unwritten = {name: weights @ x for name, x in read.added.items()}
+    if read.sink is not None:
+        unwritten[SINK] = torch.stack([-of_sink * read.sink, torch.zeros_like(of_sink)])
+    keys = torch.einsum("ck,bkd->cbd", weights * read.factors(), read.k)
+    pairs = torch.einsum("ad,cbd->cab", read.q, keys)
+    pairs = torch.stack([torch.block_diag(*of) for of in zip(pairs, *unwritten.values(), strict=True)])
+    return [*read.writers, *unwritten], weights, pairs
 
 
 def _by_size(parts: Float[Tensor, "measure part"]) -> list[int]:
@@ -226,7 +234,7 @@ def what_is_copied(
 
     >>> from kvlens import HookedKVTransformer
     >>> model = HookedKVTransformer.from_zoo("docs-gpt2")
-    >>> table = what_is_copied(model, "The widget is purple.\n", "The widget is", layer=1, head=0, answer=" purple")
+    >>> table = what_is_copied(model, "The widget is purple.", " The widget is", layer=1, head=0)
     >>> [round(float(x), 6) for x in table.groupby("side")["share"].sum()]
     [1.0, 1.0, 1.0]
 
