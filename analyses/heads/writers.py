@@ -227,7 +227,7 @@ class HeadByWriter:
         """The head's scores."""
         return self.scores(self.q.sum(dim=0), self.k.sum(dim=0))
 
-    def scores(self, q: Float[Tensor, "*row d_key"], k: Float[Tensor, "*row key d_key"]) -> Float[Tensor, "*row key"]:
+    def scores(self, q: Float[Tensor, "*#row d_key"], k: Float[Tensor, "*#row key d_key"]) -> Float[Tensor, "*row_of_both key"]:
         """Those of whole queries and keys; minus infinity at keys that the query does not see."""
         scores = self._capped((k @ q[..., None])[..., 0] / self.rule.scale)
         return sum(self.added.values(), scores).masked_fill(~self.visible, -torch.inf)
@@ -392,7 +392,8 @@ def _read(
     distance, visible = i - torch.arange(len(tokens), device=q.device), scores > NOT_SEEN
     added = dict[str, Tensor]()
     if bias is not None:
-        keys, values, weights, further = _of_bias(_keys_of(bias, layer), head, part.n_heads)
+        of_bias = _of_bias(_keys_of(bias, layer), head, part.n_heads)
+        keys, values, weights, further = (x.to(q.device) for x in of_bias)
         k, v = (torch.nn.functional.pad(x, (0, 0, len(keys), 0, 0, 1)) for x in (k, v))
         k[-1, : len(keys)], v[-1, : len(keys)], q = keys, values, torch.nn.functional.pad(q, (0, 0, 0, 1))
         names, distance = [*names, THE_PROMPT], torch.cat([further + i, distance])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvlens import convert_prompt
+from kvlens.analyses import why_attends
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
 
@@ -69,3 +70,20 @@ def test_tokenizer_and_chat_template_come_from_the_file(smollm2):
     assert text.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
     ids = smollm2.tokenizer(text, add_special_tokens=False)["input_ids"]
     assert smollm2.tokenizer.decode(ids) == text and max(ids) < smollm2.cfg.d_vocab
+
+
+MINUTES = "Everybody was there on Tuesday. The new office will be in Rotterdam. The rent is 12,500 euros a month."
+
+
+def test_who_wrote_what_the_head_that_finds_the_city_reads(smollm2):
+    chat = [{"role": "user", "content": f"{MINUTES}\n\nIn which city will the new office be?"}]
+    table = why_attends(smollm2, chat, "The new office will be in", 18, 6, key="Rotterdam")
+    assert (table["key_token"] == " Rot").all()
+    assert table["attention"][0] > 0.9
+    assert table.loc[table["side"] == "pair", "score"].sum() == pytest.approx(8.5055, abs=0.01)  # of four bits a weight
+    key, query = (table[table["side"] == side] for side in ("key", "query"))
+    assert key["key_writer"].tolist()[:2] == ["head 16.0", "head 17.8"]
+    assert query["query_writer"].tolist()[:3] == ["head 16.1", "mlp 0", "head 16.2"]
+    assert (key["attention_run"][:2] > 0.9).all()  # without either the head looks elsewhere
+    massive = key[key["key_writer"] == "mlp 11"].iloc[0]  # it writes the first token, which is most of that token's norm
+    assert massive["contrast_run"] < 1.3 * massive["contrast"] < 0
