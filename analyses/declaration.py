@@ -215,13 +215,13 @@ class Field:
 
 
 @checked
-def tokens_field(name: str, *, prepend_bos: bool) -> Field:
+def tokens_field(name: str, *, prepend_bos: bool, required: bool = True) -> Field:
     """A field read as tokens [pos], with BOS prepended if ``prepend_bos`` and that is the model's default."""
 
     def read(model: KVModel, value: Any) -> Tensor:
         return read_tokens(model, name, value, prepend_bos=prepend_bos and model.prepends_bos)
 
-    return Field(name, read)
+    return Field(name, read, required)
 
 
 def read_tokens(model: KVModel, what: str, value: Any, *, prepend_bos: bool) -> Tensor:

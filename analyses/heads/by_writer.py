@@ -122,7 +122,7 @@ def why_attends(
     j = position_of("key", key, read.texts, 0, attention)
     if not bool(read.visible[j]):
         seen, by = (f"position {at} ({read.texts[at]!r})" for at in (j, read.query))
-        raise KVLensError(f"key: {seen} is not seen from {by}: it comes later, or lies outside the window of this layer")
+        raise KVLensError(f"key: {seen} is not seen from {by}: it comes later, is outside this layer's window, or weighs 0")
     names, weights, pairs = _pairs(read, j)
     asked = {"query_position": read.query, "query_token": read.texts[read.query], "key_position": j, "key_token": read.texts[j]}
     frames = []

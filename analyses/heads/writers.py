@@ -445,7 +445,7 @@ def _by_writer(
     zero = front.held(torch.zeros_like(front.stream))
 
     def of_head(rows: Sequence[Tensor]) -> list[Tensor]:
-        q, k, v = (x[:, :, head] for x, head in zip(rows, heads, strict=True))
+        q, k, v = (x[:, :, head].clone() for x, head in zip(rows, heads, strict=True))  # a view would keep all heads
         return [q[:, i], k, v]
 
     named, found = [BIASES], [of_head(zero)]

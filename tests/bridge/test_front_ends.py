@@ -83,7 +83,7 @@ def run(name, model, options):
     return getattr(analyses, name)(model, *ARGUMENTS.get(name, (PROMPT, TEXT)), **options)
 
 
-_NONE = {name: "there are no scores to split" for name in ("mamba2", "rwkv6")}
+_NONE = dict.fromkeys(("mamba2", "rwkv6"), "there are no scores to split")
 _NONE["lfm2"] = "layer 0 writes to the residual stream and has no heads"
 OF_A_HEAD = {"what_is_copied": _NONE, "why_attends": _NONE}
 """Analyses of one head of softmax attention, and the families that have none, or other writers below it."""

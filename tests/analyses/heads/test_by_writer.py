@@ -19,7 +19,7 @@ from tiny_text_model import TEXT as NEXT_WORDS
 from tiny_text_model import softmax
 
 from kvlens import KVTransformerBridge, convert_prompt
-from kvlens.analyses import what_is_copied, why_attends
+from kvlens.analyses import attention_under_bias, what_is_copied, why_attends
 from kvlens.ops.rotary import naive_rotate
 
 PROMPT, TEXT = tokens(7), tokens(5, seed=1)
@@ -296,6 +296,21 @@ def assert_same_under_bias(model, prompt, text, layer, key):
     assert set(of_bias["key_token"]) >= {"key 0", "key 6"} or model.layers()[layer].parts[0].score_rule().window
     positions = [t[t["side"] == "position"].set_index("key_position")[["logit", "share"]] for t in (of_tokens, of_bias)]
     pd.testing.assert_frame_equal(*(table.sort_index() for table in positions), rtol=1e-9, atol=LAW)
+
+
+@pytest.mark.parametrize("row", ["learned", "rotary, grouped", "alibi"])
+def test_fewer_keys_than_the_prompt_had_have_weights(row):
+    model = shared(f"softmax, {row}")
+    bias = convert_prompt(model, PROMPT, method="landmark", n_features=3)
+    pattern = attention_under_bias(model, bias, TEXT, LAYER).pattern[HEAD, -1]
+    read = [key for key in range(len(pattern)) if pattern[key] > 0]  # a fitted weight may be 0
+    assert read[0] == 0  # one of the bias, and all of the text
+    tables = [why_attends(model, bias, TEXT, LAYER, HEAD, key=key) for key in read]
+    found, pattern = torch.tensor([table["attention"][0] for table in tables]), pattern[read]
+    assert relative_error(found, pattern) < LAW
+    assert any("key weights" in set(table["key_writer"]) for table in tables)
+    scores = torch.tensor([whole(table, "pair", "score") for table in tables])
+    assert relative_error((scores - scores[0]).exp(), pattern / pattern[0]) < LAW
 
 
 # --- words, and the command line ---
