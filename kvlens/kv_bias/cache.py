@@ -1,4 +1,5 @@
-"""A bias as the cache of a Transformers model, which then generates, or does whatever takes a cache, without kvlens.
+"""A bias as the cache of a Transformers model, which then generates, or does whatever takes a cache, without kvlens; and a
+cache, as Transformers or a method that compresses caches leaves it, as a bias.
 
 A prompt's own keys and values, each with weight 1, are what Transformers' ``DynamicCache`` holds. Other keys have weights, of
 another number in every layer and head, while the mask of a Transformers model is one for all layers and heads. So each key
@@ -10,6 +11,7 @@ carries, in :data:`N_COLUMNS` further dimensions, what is to be added to its sco
 Any other attention function fails on keys of that size, instead of giving other numbers.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,17 +19,23 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import eager_mask
 
-from kvlens.errors import KVLensError
-from kvlens.kv_bias.layers import Keys
+from kvlens.errors import KVLensError, brief
+from kvlens.kv_bias.features import VirtualKeys
+from kvlens.kv_bias.fields import Fingerprint
+from kvlens.kv_bias.fit import edited
+from kvlens.kv_bias.kv_bias import KVBias
+from kvlens.kv_bias.layers import Keys, Layer
 from kvlens.ops.softmax_attention import ExtraKeys
 
 ATTENTION = "kvlens"
 N_COLUMNS = 4
 """The logarithm of a key's weight and the key's distance from the text, in two parts each, since half precision has 8 bits."""
 FURTHEST, PART = 2**15 - 1, 2**7
+LOWEST = torch.finfo(torch.float16).min
+"""The logarithm, in any dtype, of a weight of 0."""
 
 
 def cache_of(bias: Any) -> DynamicCache:
@@ -46,17 +54,12 @@ def cache_of(bias: Any) -> DynamicCache:
 
 def _refuse_what_no_cache_holds(bias: Any) -> None:
     """Raise KVLensError with the reason where Transformers' cache cannot hold a bias."""
-    f, virtual = bias.fingerprint, bias.kind == "virtual_keys"
     recurrent = any(layer.state is not None for layer in bias.layers)
+    _refuse_models_without("to_cache: this bias cannot be a cache of Transformers", bias.fingerprint, recurrent)
+    virtual, offsets = bias.kind == "virtual_keys", torch.as_tensor(bias.position_offset)
     by_query_head = virtual and any(part.n_heads != part.n_kv_heads for part in bias.attention)
-    offsets = torch.as_tensor(bias.position_offset)
-    changed = "value_biases_folded True", '"weights_processed": true'
     reasons = [
-        (f.attention == "linear", "a model with linear attention has no keys to cache: attach the bias to it"),
-        (recurrent, "it holds states of recurrent layers; attach the bias to the model in kvlens"),
         (not virtual, "its features are no keys; convert with a method that keeps or fits keys, such as landmark"),
-        (f.d_key is not None, "the cache of latent attention holds no keys, but what they are computed from"),
-        (f.kv_shift != "none", "no model of Transformers shifts keys and values; attach the bias to the model"),
         (
             by_query_head,
             "query heads of a group read different keys, since single heads were selected; select layers",
@@ -65,6 +68,20 @@ def _refuse_what_no_cache_holds(bias: Any) -> None:
             bool((offsets != offsets.flatten()[0]).any()),
             "its prompts differ in length; select_prompt takes one",
         ),
+    ]
+    for is_refused, reason in reasons:
+        if is_refused:
+            raise KVLensError(f"to_cache: this bias cannot be a cache of Transformers: {reason}")
+
+
+def _refuse_models_without(what: str, f: Fingerprint, recurrent: bool) -> None:
+    """Raise KVLensError, which begins with ``what``, where a model's keys and values are not those of Transformers' cache."""
+    changed = "value_biases_folded True", '"weights_processed": true'
+    reasons = [
+        (f.attention == "linear", "a model with linear attention has no keys to cache; convert a prompt, and attach its bias"),
+        (recurrent, "the model has states of recurrent layers; convert a prompt, and attach its bias"),
+        (f.d_key is not None, "the cache of latent attention holds no keys, but what they are computed from"),
+        (f.kv_shift != "none", "no model of Transformers shifts keys and values; convert a prompt, and attach its bias"),
         (
             any(word in f.rest for word in changed),
             "weight processing moved the biases of values into b_O, so its values are not those of the Transformers model; "
@@ -73,7 +90,7 @@ def _refuse_what_no_cache_holds(bias: Any) -> None:
     ]
     for is_refused, reason in reasons:
         if is_refused:
-            raise KVLensError(f"to_cache: this bias cannot be a cache of Transformers: {reason}")
+            raise KVLensError(f"{what}: {reason}")
 
 
 def _is_a_prompts_own(part: Keys, n_positions: int) -> bool:
@@ -103,20 +120,26 @@ def _weighted(part: Keys, n_positions: int) -> "BiasLayer":
 def _columns(
     log_weights: Float[Tensor, "batch kv_head r"], distance: Int[Tensor, "batch kv_head r"]
 ) -> Float[Tensor, "batch kv_head r 4"]:
-    """Weights and distances as columns of keys; the inverse is :func:`_read_columns`."""
-    lowest = torch.finfo(torch.float16).min  # of any dtype; as a weight it is 0
-    log_weights = log_weights.clamp(min=lowest)
+    """Weights and distances as columns of keys; the inverse is :func:`_weights_and_distance`."""
+    log_weights = log_weights.clamp(min=LOWEST)
     coarse = log_weights.bfloat16().to(log_weights)
     distance = distance.clamp(max=FURTHEST)
     return torch.stack([coarse, log_weights - coarse, distance // PART, distance % PART], dim=-1)
+
+
+def _weights_and_distance(
+    columns: Float[Tensor, "batch kv_head key 4"],
+) -> tuple[Float[Tensor, "batch kv_head key"], Float[Tensor, "batch kv_head key"]]:
+    """log w_r and distances, which are 0 of the text's own keys; the inverse of :func:`_columns`."""
+    coarse, rest, far, near = columns.to(torch.promote_types(columns.dtype, torch.float32)).unbind(dim=-1)
+    return coarse + rest, far * PART + near
 
 
 def _read_columns(
     columns: Float[Tensor, "batch kv_head key 4"], window: int | None, n_queries: int
 ) -> Float[Tensor, "batch kv_head #pos key"]:
     """What is added to the scores of the last ``n_queries`` tokens: log w_r, and minus infinity beyond the window."""
-    coarse, rest, far, near = columns.to(torch.promote_types(columns.dtype, torch.float32)).unbind(dim=-1)
-    added, distance = (coarse + rest)[:, :, None], (far * PART + near)[:, :, None]
+    added, distance = (x[:, :, None] for x in _weights_and_distance(columns))
     if window is None:
         return added
     n_text = int((distance[0, 0, 0] == 0).sum())
@@ -155,6 +178,106 @@ class BiasLayer(DynamicLayer):
     def reset(self) -> None:
         """Forget the text, and keep the bias."""
         self.keys, self.values = self.keys[..., : self.n_of_bias, :], self.values[..., : self.n_of_bias, :]
+
+
+READ = (DynamicLayer, DynamicSlidingWindowLayer, BiasLayer)
+"""What a cache's layers may be: classes derived from them hold rounded keys, or more than keys."""
+
+
+def bias_of(model: Any, cache: Any, positions: Any, n_tokens: int | None) -> KVBias:
+    """See :meth:`kvlens.KVBias.from_cache`."""
+    f = model.fingerprint()
+    _refuse_models_without("from_cache: a cache of Transformers is no bias of this model", f, model.cfg.attention == "hybrid")
+    held = _checked_layers(cache, f)
+    n = _n_tokens(model, held, positions, n_tokens)
+    several = positions if isinstance(positions, Sequence) else [positions] * len(held)
+    if len(several) != len(held):
+        raise KVLensError(f"from_cache: expected positions of the {len(held)} layers, got those of {len(several)}")
+    parts = [_part(number, layer, of_layer, n) for number, (layer, of_layer) in enumerate(zip(held, several, strict=True))]
+    is_whole = positions is None and not any(isinstance(layer, BiasLayer) for layer in held)
+    device = held[0].keys.device
+    layers = [Layer.of_keys(part.map(lambda x: x.to(device)), of[0]) for part, of in zip(parts, f.heads, strict=True)]
+    record = None if is_whole else edited(None, "taken from a cache")
+    bias = KVBias(tuple(layers), n, n, f, record, single=len(held[0].keys) == 1)
+    bias.check_finite("from_cache")
+    return bias
+
+
+def _checked_layers(cache: Any, f: Fingerprint) -> list[Any]:
+    """The layers of a cache that holds keys and values of a model's sizes."""
+    held = list(getattr(cache, "layers", ()))
+    others = [type(layer).__name__ for layer in held if type(layer) not in READ]
+    if not isinstance(cache, DynamicCache) or others:
+        came = " of ".join([type(cache).__name__, *others[:1]])
+        raise KVLensError(
+            f"from_cache: expected a transformers.DynamicCache of keys and values as they are computed, got {came}"
+        )
+    wanted = "from_cache: expected keys and values of this model, {}; read the prompt with this model"
+    if len(held) != f.n_layers:
+        raise KVLensError(wanted.format(f"{f.n_layers} layers, got {len(held)}"))
+    for number, (layer, (_, n_kv_heads, d_head, _)) in enumerate(zip(held, f.heads, strict=True)):
+        sizes = [list(x.shape) for x in (layer.keys, layer.values) if x is not None]
+        batch, r = (len(held[0].keys), max(1, sizes[0][2])) if sizes and len(sizes[0]) == 4 else (1, 1)
+        d_stored = d_head + N_COLUMNS * isinstance(layer, BiasLayer)
+        expected = [[batch, n_kv_heads, r, d_stored], [batch, n_kv_heads, r, d_head]]
+        if sizes != expected:
+            raise KVLensError(wanted.format(f"{expected} in layer {number}, got {sizes or 'nothing'}"))
+    return held
+
+
+def _n_tokens(model: Any, held: Sequence[Any], positions: Any, n_tokens: int | None) -> int:
+    """How many tokens stand before the text, by what the layers count, or as given with the positions of keys."""
+    counts = sorted({layer.get_seq_length() for layer in held})
+    if positions is not None:
+        if n_tokens is None or any(isinstance(layer, BiasLayer) for layer in held):
+            raise KVLensError(
+                "from_cache: expected n_tokens, the length of the prompt, with positions, and none for a bias's cache"
+            )
+        return n_tokens
+    windows = [part.score_rule().window for layer in model.layers() for part in layer.parts]
+    needed = [min(counts[-1], counts[-1] if window is None else window - 1) for window in windows]
+    is_short = any(layer.keys.shape[2] < n for layer, n in zip(held, needed, strict=True) if not isinstance(layer, BiasLayer))
+    if len(counts) > 1 or is_short or n_tokens not in (None, counts[0]):
+        told = " to ".join(str(n) for n in dict.fromkeys((counts[0], counts[-1])))
+        of = "" if n_tokens is None else f" of {n_tokens}"
+        raise KVLensError(f"from_cache: the cache is not whole, it counts {told} tokens{of}; give positions and n_tokens")
+    return counts[0]
+
+
+def _part(number: int, layer: Any, positions: Any, n: int) -> Keys:
+    """The keys of one layer, without those at no position."""
+    keys, values = layer.keys.detach().clone(), layer.values.detach()
+    log_scale, r = keys.new_zeros(keys.shape[:2]), keys.shape[2]
+    if isinstance(layer, BiasLayer):
+        log_weights, distance = _weights_and_distance(keys[..., -N_COLUMNS:])
+        keys, distance = keys[..., :-N_COLUMNS], distance.long()
+        distance = torch.where(distance == 0, r - torch.arange(r, device=keys.device), distance + r - layer.n_of_bias)
+        log_scale = log_weights.amax(dim=-1).clamp(min=LOWEST).to(keys)
+        b_d = (log_weights - log_scale[..., None]).exp().to(keys) * (log_weights > LOWEST / 2)
+    else:
+        at = torch.arange(n - r, n) if positions is None else _checked_positions(number, positions, keys, n)
+        at = at.to(keys.device).expand(keys.shape[:3])
+        b_d, distance = (at >= 0).to(keys), (n - at).masked_fill(at < 0, 1)
+    b_kv = torch.where(b_d[..., None] == 0, 0, values * b_d[..., None])
+    return Keys(b_kv, b_d, log_scale, VirtualKeys(keys, distance)).narrowed()
+
+
+def _checked_positions(number: int, positions: Any, keys: Tensor, n: int) -> Int[Tensor, "#batch #kv_head key"]:
+    """The positions of one layer's keys, of each row and head."""
+    shape = keys.shape[:3]
+    try:
+        at = torch.as_tensor(positions)
+    except (TypeError, ValueError, RuntimeError):  # of no numbers, or ragged
+        at = torch.empty(0)
+    is_whole = not (at.is_floating_point() or at.is_complex() or at.dtype == torch.bool)
+    fits = is_whole and 0 < at.dim() <= 3 and at.shape[-1] == shape[2]
+    fits = fits and all(a in (1, b) for a, b in zip(at.shape[::-1], shape[::-1], strict=False))
+    if not fits or int(at.min()) < -1 or int(at.max()) >= n:
+        raise KVLensError(
+            f"from_cache: expected positions of the {shape[2]} keys of layer {number}, whole numbers below n_tokens={n} or -1 "
+            f"for none, [key] or as its keys {list(shape)}, got {brief(positions)}"
+        )
+    return at.long()
 
 
 def attention_with_weights(

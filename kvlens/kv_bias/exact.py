@@ -78,13 +78,12 @@ def exact_bias(reading: PromptReading, prompt: PromptBatch, old: KVBias | None, 
     distance = lengths[:, None] - torch.arange(n_pos, device=prompt.tokens.device)
     layers = [Layer() for _ in range(fingerprint.n_layers)]
     for i, (layer, keys, values) in enumerate(zip(fingerprint.attention_layers, reading.keys, reading.values, strict=True)):
-        n_heads, n_kv_heads, d_head, _ = fingerprint.heads[layer]
         weight = torch.ones(batch, n_pos, device=keys.device) if prompt.mask is None else prompt.mask
         on = weight[:, None, :].to(keys).expand(keys.shape[:-1])
         features = VirtualKeys(keys, distance.clamp(min=1)[:, None].expand(keys.shape[:-1]).clone())
         part = Keys(values * on[..., None], on.clone(), keys.new_zeros(keys.shape[:2]), features)
-        none = {x: values.new_zeros(batch, 0, n, d_head) for x, n in (("k", n_kv_heads), ("v", n_kv_heads), ("q", n_heads))}
-        layers[layer] = Layer((part,), none | {x: of_layers[i] for x, of_layers in reading.shift_state.items()})
+        last = {x: of_layers[i] for x, of_layers in reading.shift_state.items()}
+        layers[layer] = Layer.of_keys(part, fingerprint.heads[layer][0], last)
     for layer, (state, conv) in reading.recurrent.items():
         layers[layer] = Layer((*layers[layer].parts, State(state, None)), {**layers[layer].last, "conv": conv})
     offset = prompt.n_positions() + (0 if old is None else old.position_offset)

@@ -400,6 +400,57 @@ class KVBias:
 
         return cache_of(self)
 
+    @classmethod
+    @checked
+    def from_cache(cls, model: Any, cache: Any, positions: Any = None, n_tokens: Count | None = None) -> "KVBias":
+        """A cache that Transformers, or a method that compresses caches, has left of a prompt, as a bias.
+
+        A whole cache gives the bias of :func:`kvlens.convert_prompt`, of a layer that slides the keys within its window. That
+        the cache is of ``model``, and whole, is taken from its sizes: keys cut away with the same number left in each layer
+        look like a shorter prompt, unless ``n_tokens`` says how long it was.
+
+        >>> from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
+        >>> from kvlens import KVBias, KVTransformerBridge, convert_prompt
+        >>> config = GPT2Config(n_layer=2, n_head=2, n_embd=8, n_positions=32, n_ctx=32, vocab_size=11)
+        >>> hf, same = GPT2LMHeadModel(config).eval(), GPT2LMHeadModel(config).eval()
+        >>> loaded = same.load_state_dict(hf.state_dict())
+        >>> model = KVTransformerBridge.boot_transformers(same)
+        >>> prompt, whole, few = torch.tensor([[3, 1, 4, 1, 5]]), DynamicCache(), DynamicCache()
+        >>> read = hf(prompt, cache=whole)
+        >>> bias, exact = KVBias.from_cache(model, whole), convert_prompt(model, prompt[0])
+        >>> torch.allclose(bias.stacked("keys"), exact.stacked("keys"), atol=1e-5), bias.fit
+        (True, None)
+
+        Of a method that keeps some keys of each head, positions are found by its keys in the whole cache:
+
+        >>> for i, layer in enumerate(whole.layers):
+        ...     kept = few.update(layer.keys[:, :, [0, 3, 4]], layer.values[:, :, [0, 3, 4]], i)
+        >>> pairs = zip(few.layers, whole.layers, strict=True)
+        >>> positions = [torch.cdist(some.keys, every.keys).argmin(dim=-1) for some, every in pairs]
+        >>> KVBias.from_cache(model, few, positions, n_tokens=5)
+        KVBias(virtual_keys, 2 layers x 2 heads, d_phi 3, d_head 4, n_prompt_tokens=5, position_offset=5)
+
+        Args:
+            model: on either front end, with values as in Transformers; see :meth:`to_cache`.
+            cache: a ``transformers.DynamicCache``, of the prompt alone and without padding, or of :meth:`to_cache`, with which
+                it can have grown. It is copied. A batch of 1 becomes a single prompt.
+            positions: from 0, where the keys stood in the prompt: those of all layers, or a list with those of each, [key],
+                [kv_head, key] or [batch, kv_head, key]; -1 for a key that is not read (kvpress' methods that keep another
+                number in each head leave all, and list those in ``masked_key_indices``). None for a whole cache. A window is
+                counted in positions; Transformers itself counts the keys that are left.
+            n_tokens: how many tokens the prompt had, so where the text begins; needed with ``positions``.
+
+        Returns:
+            The bias. With ``positions``, or weights from :meth:`to_cache`, its ``fit`` says that errors are not known.
+
+        Raises:
+            KVLensError: a cache of another class (static, quantized) or of other sizes than the model's; one that is not
+                whole, without positions; positions of another number of keys; a model whose keys Transformers does not cache.
+        """
+        from kvlens.kv_bias.cache import bias_of
+
+        return bias_of(model, cache, positions, n_tokens)
+
     def zero_like(self) -> "KVBias":
         """A bias of zeros, including the shift state: the model's own behavior, at this bias's position offset."""
         stay = ("keys", "distance", "log_scale")

@@ -273,6 +273,13 @@ class Layer:
     parts: tuple[State, ...] = ()
     last: Mapping[str, Tensor] = field(default_factory=dict)
 
+    @staticmethod
+    def of_keys(part: Keys, n_heads: int, last: Mapping[str, Tensor] | None = None) -> "Layer":
+        """A layer of softmax attention with ``n_heads`` query heads; no rows in ``last`` where none are given."""
+        (batch, n_kv_heads), d_head = part.b_kv.shape[:2], part.b_kv.shape[3]
+        none = {x: part.b_kv.new_zeros(batch, 0, n, d_head) for x, n in (("k", n_kv_heads), ("v", n_kv_heads), ("q", n_heads))}
+        return Layer((part,), none | dict(last or {}))
+
     @property
     def attention(self) -> Any:
         """The part of its attention: a :class:`State`, :class:`Features` or :class:`Keys`; None without."""

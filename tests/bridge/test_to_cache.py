@@ -1,4 +1,7 @@
-"""A bias as Transformers' cache: plain Transformers gives the logits and the texts that kvlens gives under the bias."""
+"""A bias as Transformers' cache: plain Transformers gives the logits and the texts that kvlens gives under the bias; and back.
+
+A cache that Transformers leaves of a prompt is the prompt's bias, and one of fewer keys is the bias of these.
+"""
 
 import pytest
 import torch
@@ -6,8 +9,8 @@ from bridge_models import N_PROMPT, PROMPT, TEXT, some_tokens
 from precision import LAW, float64, relative_error
 from small_models import logits_under
 from stacked_tensors import with_stacked
-from tiny_hf import D_VOCAB, HYBRIDS, KINDS, ON_BOTH, ON_BRIDGE_ALONE, PURELY_RECURRENT, RWKV, law_of, tiny_hf_model
-from transformers import DynamicCache
+from tiny_hf import D_VOCAB, HYBRIDS, KINDS, ON_BOTH, ON_BRIDGE_ALONE, PURELY_RECURRENT, RWKV, WINDOW, law_of, tiny_hf_model
+from transformers import DynamicCache, StaticCache
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, KVShiftConfig, convert_prompt
 from kvlens.kv_bias.cache import BiasLayer
@@ -175,3 +178,174 @@ def test_refusals(bridge_of):
     for words, bias in refused:
         with pytest.raises(KVLensError, match=words):
             bias.to_cache()
+
+
+# --- a cache as a bias -----------------------------------------------------------------------------------------------------
+
+
+def cache_of(family, prompt=PROMPT, hf=None):
+    hf = hf or tiny_hf_model(family)
+    return hf(prompt, past_key_values=DynamicCache(config=hf.config), use_cache=True).past_key_values
+
+
+def assert_same(found: KVBias, exact: KVBias) -> None:
+    """Tensor by tensor; a layer that slides has the last keys, which no query looks behind."""
+    assert found.fit is None
+    assert (found.n_prompt_tokens, found.position_offset) == (exact.n_prompt_tokens, exact.position_offset)
+    for own, layer in zip(found.layers, exact.layers, strict=True):
+        n = layer.attention.keys.shape[2]
+        last = torch.arange(n - own.attention.keys.shape[2], n)
+        expected = layer.of_attention(lambda part, last=last: part.some(last))
+        assert own.tensors().keys() == expected.tensors().keys()
+        for name, x in own.tensors().items():
+            assert x.shape == expected.tensors()[name].shape and x.dtype == expected.tensors()[name].dtype
+            assert x.numel() == 0 or torch.allclose(x, expected.tensors()[name], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("family", ON_BRIDGE)
+def test_a_cache_of_transformers_is_the_bias_of_the_bridge(model, family):
+    exact, found = convert_prompt(model, PROMPT), KVBias.from_cache(model, cache_of(family))
+    assert_same(found, exact)
+    assert relative_error(logits_under(model, found, TEXT), logits_under(model, exact, TEXT)) < LAW
+    slides = family in ("mistral", "qwen2", "gemma2", "gemma3", "gpt_oss", "phi3", "olmo3", "starcoder2")
+    assert slides == (min(part.keys.shape[2] for part in found.attention) == WINDOW - 1)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_cache_of_transformers_is_the_bias_of_a_hooked_model(family):
+    model = hooked(family)
+    exact, found = convert_prompt(model, PROMPT), KVBias.from_cache(model, cache_of(family))
+    if family != "bloom":
+        assert_same(found, exact)
+    assert relative_error(logits_under(model, found, TEXT), logits_under(model, exact, TEXT)) < law_of(family)
+
+
+@pytest.mark.parametrize("family", WEIGHTED)
+@pytest.mark.parametrize("text", [None, TEXT], ids=["prompt", "prompt and text"])
+def test_a_bias_as_a_cache_and_back(model, family, text):
+    hf = tiny_hf_model(family)
+    exact = convert_prompt(model, PROMPT)
+    bias, cache = weighted(exact), weighted(exact).to_cache()
+    assert_same(KVBias.from_cache(model, exact.to_cache()), exact)
+    if text is not None:  # the cache has grown: then it is the bias of both
+        hf.set_attn_implementation("kvlens")
+        hf(text, past_key_values=cache)
+        bias = convert_prompt(model, text, initial=bias)
+    found = KVBias.from_cache(model, cache)
+    behind = some_tokens(2, 4, seed=7)
+    assert found.position_offset == bias.position_offset and found.fit.history == ("taken from a cache",)
+    assert relative_error(logits_under(model, found, behind), logits_under(model, bias, behind)) < LAW
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
+def test_plain_transformers_reads_the_same_keys(model, family):
+    """The same keys in every layer are a cache that Transformers itself reads, if it is told where the text stands."""
+    hf, few, behind = tiny_hf_model(family), DynamicCache(), torch.arange(N_PROMPT, N_PROMPT + TEXT.shape[1])
+    kept = torch.tensor([11, 0, 7, 12, 10])
+    for number, layer in enumerate(hf(PROMPT, past_key_values=DynamicCache(), use_cache=True).past_key_values.layers):
+        few.update(layer.keys[:, :, kept], layer.values[:, :, kept], number)
+    found = logits_under(model, KVBias.from_cache(model, few, kept, n_tokens=N_PROMPT), TEXT)
+    assert relative_error(found, hf(TEXT, past_key_values=few, position_ids=behind[None]).logits) < LAW
+
+
+ON_FRONT_ENDS = [("bridge", "llama"), ("bridge", "gemma3"), *(("hooked", name) for name in ("gpt2", "gpt_neo", "bloom"))]
+
+
+@pytest.mark.parametrize(("front_end", "family"), ON_FRONT_ENDS)
+def test_keys_that_another_method_keeps_stand_where_they_stood(bridge_of, family, front_end):
+    """Others in each row and head, in no order, of another number in each layer, and some that are not read."""
+    model, generator = bridge_of(family) if front_end == "bridge" else hooked(family), torch.Generator().manual_seed(0)
+    cache = tiny_hf_model(family)(PROMPT, past_key_values=DynamicCache(), use_cache=True).past_key_values
+    exact, positions = convert_prompt(model, PROMPT), []
+    kept = [torch.zeros_like(part.b_d) for part in exact.attention]
+    for number, layer in enumerate(cache.layers):
+        at = torch.rand(layer.keys.shape[:3], generator=generator).argsort(dim=-1)[..., : 6 + number]
+        layer.keys, layer.values = (
+            x.gather(2, at[..., None].expand(*at.shape, x.shape[-1])) for x in (layer.keys, layer.values)
+        )
+        unread = torch.rand(at.shape, generator=generator) < 0.2
+        kept[number].scatter_(2, at, (~unread).double())
+        positions.append(at.masked_fill(unread, -1))
+    parts = [
+        part.with_tensors({"b_kv": part.b_kv * on[..., None], "b_d": on})
+        for part, on in zip(exact.attention, kept, strict=True)
+    ]
+    bias = exact.with_attention(parts).narrowed()
+    found = KVBias.from_cache(model, cache, positions, n_tokens=N_PROMPT)
+    assert found.position_offset == N_PROMPT and found.fit.history == ("taken from a cache",)
+    assert found.num_parameters == bias.num_parameters
+    expected = logits_under(model, bias, TEXT)
+    assert relative_error(logits_under(model, found, TEXT), expected) < law_of(family)
+    closed = [torch.where(at < 0, -1, torch.arange(at.shape[-1])) for at in positions]
+    moved = logits_under(model, KVBias.from_cache(model, cache, closed, n_tokens=N_PROMPT), TEXT)
+    sees_positions = family in ("gemma3", "gpt_neo", "bloom")  # where distances count beside the keys themselves
+    assert (relative_error(moved, expected) > 1e-6) == sees_positions
+
+
+def test_half_precision_stays_and_the_cache_is_copied(bridge_of):
+    hf, model = tiny_hf_model("llama").bfloat16(), bridge_of("llama")
+    cache = cache_of("llama", PROMPT[:1], hf)
+    found = KVBias.from_cache(model, cache)
+    assert found.dtype == torch.bfloat16 and found.single and found.fit is None
+    before = found.stacked("keys")
+    cache.layers[0].keys.zero_()
+    assert torch.equal(found.stacked("keys"), before)
+    with torch.enable_grad():
+        assert not KVBias.from_cache(model, cache_of("llama")).stacked("keys").requires_grad
+
+
+def test_weights_and_their_scale_come_back(model_of_llama):
+    """Weights beyond float64's largest number, and a head without keys."""
+    bias = weighted(convert_prompt(model_of_llama, PROMPT))
+    on = torch.tensor([1.0, 0.0, 1.0])[:, None]
+    large = dict(
+        log_scale=bias.stacked("log_scale") + 900, b_kv=bias.stacked("b_kv") * on[..., None], b_d=bias.stacked("b_d") * on
+    )
+    bias = with_stacked(bias, **large)
+    found = KVBias.from_cache(model_of_llama, bias.to_cache())
+    expected = logits_under(model_of_llama, bias, TEXT)
+    assert relative_error(logits_under(model_of_llama, found, TEXT), expected) < LAW
+
+
+@pytest.mark.unhooked
+def test_caches_that_are_refused(bridge_of):
+    llama, few, short = bridge_of("llama"), cache_of("llama"), cache_of("gemma3")
+    whole, empty, at = cache_of("llama"), DynamicCache(), torch.arange(N_PROMPT)
+    few.layers[1].keys, few.layers[1].values = few.layers[1].keys[:, :, 3:], few.layers[1].values[:, :, 3:]
+    short.layers[0].keys, short.layers[0].values = short.layers[0].keys[:, :, 1:], short.layers[0].values[:, :, 1:]
+    static = StaticCache(config=tiny_hf_model("llama").config, max_cache_len=20)
+    rounded = DynamicCache()
+    rounded.layers = [type("QuantoQuantizedLayer", (type(whole.layers[0]),), {})()]
+    weighted_cache = weighted(convert_prompt(llama, PROMPT)).to_cache()
+    broken, half = cache_of("llama"), DynamicCache(config=tiny_hf_model("llama").config)
+    half.update(whole.layers[1].keys, whole.layers[1].values, 1)
+    broken.layers[2].values[0, 0, 0, 0] = torch.nan
+    refused = [
+        ("got StaticCache of StaticLayer", llama, static, {}),
+        ("got DynamicCache of QuantoQuantizedLayer", llama, rounded, {}),
+        ("got tuple", llama, tuple((layer.keys, layer.values) for layer in whole.layers), {}),
+        (r"\[2, 3, 13, 4\]\] in layer 0, got \[\[2, 5, 13, 4\]", llama, cache_of("gpt2"), {}),
+        ("3 layers, got 0", llama, empty, {}),
+        ("in layer 0, got nothing", llama, half, {}),
+        ("counts 10 to 13 tokens; give positions", llama, few, {}),
+        ("counts 13 tokens; give positions", bridge_of("gemma3"), short, {}),
+        ("counts 13 tokens of 20", llama, whole, {"n_tokens": 20}),
+        ("n_tokens must be at least 1", llama, whole, {"n_tokens": 0}),
+        ("expected n_tokens", llama, whole, {"positions": at}),
+        ("none for a bias's cache", llama, weighted_cache, {"positions": at, "n_tokens": 13}),
+        ("positions of the 10 keys of layer 1", llama, few, {"positions": [at, at, at], "n_tokens": 13}),
+        ("below n_tokens=12", llama, whole, {"positions": at, "n_tokens": 12}),
+        ("or -1", llama, whole, {"positions": at - 2, "n_tokens": 13}),
+        ("got .*", llama, whole, {"positions": at.double(), "n_tokens": 13}),
+        ("positions of the 13 keys of layer 0", llama, whole, {"positions": at.expand(2, 6, 13), "n_tokens": 13}),
+        ("positions of the 3 layers, got those of 2", llama, whole, {"positions": [at, at], "n_tokens": 13}),
+        ("positions of the 13 keys", llama, whole, {"positions": "all", "n_tokens": 13}),
+        ("not finite", llama, broken, {}),
+        ("states of recurrent layers", bridge_of("qwen3_5"), whole, {}),
+        ("latent attention holds no keys", bridge_of("deepseek_v3"), whole, {}),
+        ("linear attention has no keys", HookedKVTransformer.from_zoo("bigram-linear"), whole, {}),
+        ("biases of values into b_O", hooked("gpt2", processed=True), cache_of("gpt2"), {}),
+    ]
+    for words, model, cache, options in refused:
+        with pytest.raises(KVLensError, match=words):
+            KVBias.from_cache(model, cache, **options)
