@@ -449,6 +449,7 @@ def error_of_story(story, bias) -> float:
     return float(((new - old).norm(dim=-1) / old.norm(dim=-1)).mean())
 
 
+@pytest.mark.slow
 def test_eight_keys_of_128(story):
     """Measured over eight contexts: dropped 10.2, equal budgets 1.6, budgets by logits 1.26 %."""
     model, prompt, _, others = story
@@ -463,6 +464,7 @@ def test_eight_keys_of_128(story):
     assert float(own.fit.head_output_error.mean()) < 0.1
 
 
+@pytest.mark.slow
 def test_learned_features_learn_and_a_polynomial_cannot(story, monkeypatch):
     """Measured here: dropped 8.7, 64 features learned in 300 steps 0.50, 100 0.72, 50 1.0, second-order polynomial 35 %."""
     monkeypatch.setattr(features, "STEPS", 50)

@@ -228,7 +228,7 @@ def dual_variants_runs(runs):
 
 def bert_runs(runs):
     plain = {bert_variants.PLAIN: runs()}
-    values = plain | {m: runs(lead=1 if claim.is_better else -1) for m, claim in bert_variants.CLAIMS.items()}
+    values = plain | {m: runs(lead=1 if is_better else -1) for m, (_, is_better) in bert_variants.CLAIMS.items()}
     return bert_variants.compare(stacked(runs.table(v, model=m, matthews=v, epoch=1) for m, v in values.items()))
 
 
