@@ -347,7 +347,7 @@ class KVBias:
             kept[layer][head] = 1
         n_kept, n_all = sum(int(on.sum()) for on in kept), sum(counts)
         fit = self.fit if n_kept == n_all else since(self.fit, f"{n_kept} of {n_all} heads selected")
-        one_number = [bool(on[0]) if len(on) and bool((on == on[0]).all()) else on for on in kept]
+        one_number = [float(on[0]) if len(on) and bool((on == on[0]).all()) else on for on in kept]
         return replace(self, layers=tuple(map(Layer.times, self.layers, one_number)), record=fit)
 
     def per_query_head(self) -> "KVBias":
