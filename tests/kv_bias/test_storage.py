@@ -97,10 +97,11 @@ def test_virtual_keys_of_unlike_numbers_stand_side_by_side():
     assert total.num_parameters == a.num_parameters + b.num_parameters
 
 
-def test_a_log_scale_beyond_exp_adds_without_overflow():
-    a, b = bias(), bias(seed=2)
-    a = with_stacked(a, log_scale=a.stacked("log_scale") + 1500.0)
-    total = a + b
+@pytest.mark.parametrize("larger", [0, 1])
+def test_a_log_scale_beyond_exp_adds_without_overflow(larger):
+    terms = [bias(), bias(seed=2)]
+    terms[larger] = with_stacked(terms[larger], log_scale=terms[larger].stacked("log_scale") + 1500.0)
+    total = terms[0] + terms[1]
     assert all(bool(x.isfinite().all()) for x in (total.stacked("b_kv"), total.stacked("b_d"), total.stacked("log_scale")))
     q, part = normal(1, 4, HEADS, D, seed=50), total.layers[0].attention
     phi = part.features.read(q, RULE, None, part.log_scale, part.b_kv, part.b_d)
