@@ -85,7 +85,7 @@ _PROBES = "prompts with keys of their own are compared by a text's queries, as H
 NOT_ON: Mapping[str, Mapping[str, str]] = {
     "activation_patching": _not_on_the_bridge(_HOOKS),
     "attribution_by_edge": {RECURRENT: _PROJECTIONS},
-    "circuits": _not_on_the_bridge(_PROBES),
+    "bias_interactions": _not_on_the_bridge(_PROBES),
     "composition": {RECURRENT: _WEIGHTS},
     "dual_bound": _not_on_the_bridge(_DUAL),
     "dual_demonstrations": _not_on_the_bridge(_DUAL),

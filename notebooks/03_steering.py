@@ -31,7 +31,7 @@ import pandas as pd
 import torch
 
 from kvlens import HookedKVTransformer, convert_prompt
-from kvlens.analyses import bias_singular_values, circuits
+from kvlens.analyses import bias_interactions, bias_singular_values
 
 torch.set_grad_enabled(False)
 model = HookedKVTransformer.from_zoo("docs-linear")
@@ -246,11 +246,11 @@ pd.DataFrame({(name, x): knob[name] for name in texts for x, knob in knobs.items
 # %% [markdown]
 # ## What a sum misses
 #
-# `circuits` compares two prompts head by head. `aligned_error` is the relative error of the sum in $b_{KV}$, compared with converting the second
+# `bias_interactions` compares two prompts head by head. `aligned_error` is the relative error of the sum in $b_{KV}$, compared with converting the second
 # prompt after the first; for this comparison, the second prompt of the sum is converted at its later positions.
 
 # %%
-compared = circuits(model, prompts["frobnicator"], prompts["gizmo"])
+compared = bias_interactions(model, prompts["frobnicator"], prompts["gizmo"])
 by_layer = compared.groupby("layer")[["b_kv_cosine", "aligned_error"]].median()
 assert compared.query("layer == 0")["aligned_error"].max() < 1e-5 and by_layer["aligned_error"][1:].min() > 0.3
 by_layer.round(3)

@@ -45,7 +45,14 @@ TARGET = dict(answer=3, rival=11)
 METHODS = ["zero", "mean", "resample"]
 OF_PROMPT = ("bias_singular_values", "dual_bound", "dual_demonstrations", "dual_losses")
 OF_TEXT = ("bias_by_head", "conversion_error", "prompt_by_depth", "prompt_copies", "prompt_effect")
-TAKE_A_BIAS = ("bias_ablation", "bias_decomposition", "bias_effects", "bias_singular_values", "circuits", "layer_contributions")
+TAKE_A_BIAS = (
+    "bias_ablation",
+    "bias_decomposition",
+    "bias_effects",
+    "bias_singular_values",
+    "bias_interactions",
+    "layer_contributions",
+)
 """As good as the prompt; elsewhere the prompt's own tokens are read."""
 
 
@@ -99,7 +106,7 @@ IN_A_BATCH = {  # name of the analysis, and what else -> its options on the comm
     "bias_decomposition": ({}, decomposition),
     "bias_effects": (dict(methods=",".join(METHODS), parts=""), effects),
     **{f"bias_positions, {at}": (dict(by="source", at=at), positions(at)) for at in ("together", "last", "each")},
-    "circuits": ({}, lambda model, prompt, text, other, **target: analyses.circuits(model, prompt, text)),
+    "bias_interactions": ({}, lambda model, prompt, text, other, **target: analyses.bias_interactions(model, prompt, text)),
     "composition": (dict(kinds="K"), lambda model, *given, **target: analyses.composition(model, kinds=["K"])),
     "layer_contributions": (dict(per_head=True), contributions),
     "reading_layers": ({}, reading),
@@ -136,7 +143,7 @@ def test_strings_and_tokens_pos_and_1_pos_are_the_same_prompt_and_text(name):
         pd.testing.assert_frame_equal(first, other, check_exact=True)
     own = convert_prompt(model, OTHER)
     with model.kv_bias(own):
-        if name == "circuits":
+        if name == "bias_interactions":
             with pytest.raises(KVLensError, match="a bias is attached"):
                 CALLS[name](model, *given[0], **TARGET)
         else:
@@ -166,7 +173,7 @@ def test_a_record_of_a_batch_gives_the_table_of_the_function_with_a_row_for_ever
 
 
 def test_fields_that_a_record_lacks_are_named():
-    run, model = analyses.circuits.analysis.run, grouped("linear")
+    run, model = analyses.bias_interactions.analysis.run, grouped("linear")
     with pytest.raises(KVLensError, match="second_prompt: this analysis needs a field of this name .* this record has: other"):
         run(model, Record("a", "the", fields={"other": 1}))
     with pytest.raises(KVLensError, match="references=, a batch of biases"):

@@ -144,7 +144,7 @@ REFUSED = [
     lambda: patching(corrupted=bias(n_prompts=2)),
     lambda: patching(absolute, corrupted=tokens(4)),
     lambda: patching(softmax, corrupted=random_features()),
-    lambda: under_a_bias(analyses.circuits, PROMPT, OTHER),
+    lambda: under_a_bias(analyses.bias_interactions, PROMPT, OTHER),
     lambda: under_a_bias(analyses.head_details, PROMPT, TEXT),
     # names
     lambda: effects(by="token"),

@@ -169,7 +169,7 @@ CALLS = {
     "bias_decomposition": lambda f, m: f(m, PROMPT, TEXT),
     "bias_effects": lambda f, m: f(m, PROMPT, TEXT),
     "bias_positions": lambda f, m: f(m, PROMPT, TEXT),
-    "circuits": lambda f, m: f(m, PROMPT, SECOND),
+    "bias_interactions": lambda f, m: f(m, PROMPT, SECOND),
     "composition": lambda f, m: f(m),
     "dual_bound": lambda f, m: f(m, PROMPT, layer=1, head=1),
     "dual_demonstrations": lambda f, m: f(m, PROMPT),

@@ -50,7 +50,7 @@ _Queries = list[Float[Tensor, "row _ _"]]
 _Numbers = Callable[[KVBias], tuple[Float[Tensor, "layer head row d_head"], Float[Tensor, "layer head row"]]]
 """Maps a bias to its b_KV and b_D, or to what probes read from them, in float64 on the CPU."""
 SecondTokens = str | Int[Tensor, "*one second_pos"]
-CIRCUIT_COLUMNS = Columns(
+COLUMNS = Columns(
     layer=("int64", "from 0"),
     head=("int64", "query head"),
     b_kv_cosine=("float64", "between the two prompts, each converted alone; NaN for a zero bias"),
@@ -73,14 +73,14 @@ CIRCUIT_COLUMNS = Columns(
 
 
 @analysis(
-    CIRCUIT_COLUMNS,
+    COLUMNS,
     "how the biases of two prompts interact in each head: similarity, overwriting, addition",
     inputs={"second_prompt": tokens_field("second_prompt", prepend_bos=False)},
 )
 @on_its_front_ends
 @checked
 @torch.no_grad()
-def circuits(model: HookedKVTransformer, prompt: KVBias | PromptTokens, second_prompt: SecondTokens) -> pd.DataFrame:
+def bias_interactions(model: HookedKVTransformer, prompt: KVBias | PromptTokens, second_prompt: SecondTokens) -> pd.DataFrame:
     """Compare two prompts per head: the similarity of their biases, what remains of the first, and the error of adding them.
 
     Args:
@@ -98,7 +98,9 @@ def circuits(model: HookedKVTransformer, prompt: KVBias | PromptTokens, second_p
             vocabulary.
     """
     if model.attached_kv_bias is not None:
-        raise KVLensError("circuits: a bias is attached, and every prompt would be converted on top of it; detach it first")
+        raise KVLensError(
+            "bias_interactions: a bias is attached, and every prompt would be converted on top of it; detach it first"
+        )
     one, then = converted(model, "prompt", prompt), one_sequence(model, "second_prompt", second_prompt)
     both, alone = convert_prompt(model, then, initial=one), convert_prompt(model, then)
     carried_one = carry_bias(model, one, len(then))
@@ -119,7 +121,7 @@ def circuits(model: HookedKVTransformer, prompt: KVBias | PromptTokens, second_p
         kv, d = numbers(combine(a, b, shift_state="last"))
         columns[f"{name}_error"] = (kv.flatten(2) - whole).norm(dim=-1) / whole.norm(dim=-1)
         columns[f"{name}_b_d_error"] = (d - whole_d).norm(dim=-1) / whole_d.norm(dim=-1)
-    return CIRCUIT_COLUMNS.frame({"layer": layer, "head": head, **{name: x[heads] for name, x in columns.items()}})
+    return COLUMNS.frame({"layer": layer, "head": head, **{name: x[heads] for name, x in columns.items()}})
 
 
 def _numbers_stored(bias: KVBias) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from analysis_models import SOFTMAX, VARIANTS, tokens
 from small_models import sharp
 
 from kvlens import KVShiftConfig, carry_bias, convert_prompt
-from kvlens.analyses import circuits
+from kvlens.analyses import bias_interactions
 
 FIRST, SECOND = tokens(7), tokens(4, seed=2)
 ROUNDING = 1e-14  # sums over at most 11 tokens of products of a few features, 2.2e-16 each
@@ -42,7 +42,7 @@ def associative_memory():
     ],
 )
 def test_survival_by_hand(second, survival):
-    frame = circuits(associative_memory(), torch.tensor([0]), torch.tensor(second))
+    frame = bias_interactions(associative_memory(), torch.tensor([0]), torch.tensor(second))
     assert frame["survival"].tolist() == pytest.approx([survival], abs=1e-15)
 
 
@@ -68,7 +68,7 @@ def test_every_column_by_its_definition(name):
     of_carry = carry_bias(model, first, len(SECOND))
     torch.testing.assert_close(of_carry.stacked("b_kv"), carried, rtol=1e-13, atol=1e-13 * float(carried.abs().max()))
     assert torch.equal(of_carry.stacked("b_d"), first.stacked("b_d"))
-    frame = circuits(model, FIRST, SECOND)
+    frame = bias_interactions(model, FIRST, SECOND)
 
     after = convert_prompt(model, SECOND, initial=first.select())
     for column, added in {"plain": b_kv + second.stacked("b_kv"), "aligned": carried + after.stacked("b_kv")}.items():
@@ -90,7 +90,7 @@ def test_every_column_by_its_definition(name):
 def test_aligned_addition_is_exact_in_the_first_layer(name):
     linear = name in LINEAR
     model = sharp(name)
-    frame = circuits(model, FIRST, SECOND)
+    frame = bias_interactions(model, FIRST, SECOND)
     errors = frame[["aligned_error", "aligned_b_d_error"]].fillna(0)
     assert (errors[frame["layer"] == 0] < (ROUNDING if linear else 1e-12)).all(axis=None)
     later = frame.loc[frame["layer"] == 1, "aligned_error"]  # here the second prompt would have seen the first
@@ -103,7 +103,7 @@ def test_aligned_addition_is_exact_in_the_first_layer(name):
     ("changes", "rounding"), [(dict(normalizer=x), ROUNDING) for x in ("kernel", "none")] + [(dict(attention="softmax"), 1e-12)]
 )
 def test_plain_addition_is_concatenation_in_one_layer_without_positions(changes, rounding):
-    frame = circuits(sharp(n_layers=1, **PLAIN, **changes), FIRST, SECOND)
+    frame = bias_interactions(sharp(n_layers=1, **PLAIN, **changes), FIRST, SECOND)
     assert (frame[["plain_error", "plain_b_d_error"]].fillna(0) < rounding).all(axis=None)
 
 
@@ -122,7 +122,7 @@ def test_plain_addition_ignores_positions_decay_shift_and_what_was_trained(chang
     model = sharp(**{"n_layers": 1, **PLAIN, **changes})
     if model.cfg.trainable_kv_bias:
         model.blocks[0].attn.b_KV.fill_(1.0)
-    frame = circuits(model, FIRST, SECOND)
+    frame = bias_interactions(model, FIRST, SECOND)
     assert (frame["plain_error"] > 1e-3).all()  # far above rounding
     assert (frame["aligned_error"] < ROUNDING).all()
 
@@ -171,7 +171,7 @@ def test_every_column_of_a_softmax_model_by_hand():
         "aligned_error": size(n - ab) / size(ab),
         "aligned_b_d_error": size(n_d - ab_d) / size(ab_d),
     }
-    frame = circuits(model, FIRST, SECOND)
+    frame = bias_interactions(model, FIRST, SECOND)
     for name, values in expected.items():
         np.testing.assert_allclose(frame[name], values.flatten(), rtol=1e-9, atol=1e-13, err_msg=name)
 
@@ -180,5 +180,5 @@ def test_scores_beyond_every_exponential_compare_all_the_same():
     model = sharp(attention="softmax", kv_shift=None, positional_embedding_type="none")
     for block in model.blocks:
         block.attn.W_K.data.mul_(300)
-    frame = circuits(model, FIRST, SECOND)
+    frame = bias_interactions(model, FIRST, SECOND)
     assert frame[["survival", "normalizer_kept", "plain_b_d_error", "aligned_error"]].notna().all(axis=None)
