@@ -46,6 +46,7 @@ EXAMPLE_VALUES = {
     "prompt": "Kaya feeds a donkey. Mira keeps a goat.",
     "text": " Which animal does Kaya keep? Kaya keeps a",
     "answer": " donkey",
+    "rival": " hen",
     "without": "Kaya feeds a donkey.",
     "corrupted": "Kaya feeds a hen. Mira keeps a goat.",
     "second_prompt": "Olga has a hen.",

@@ -1,0 +1,28 @@
+"""Circuits: of all that a model's parts write and read, the edges that carry the difference between two prompts.
+
+*Nodes* are the embedding, every head, every MLP and the logits. A node writes to the residual stream, and a later one reads the
+sum of all that was written before it: a head thrice, through queries, keys and values (the heads of a key-value group share the
+latter two), an MLP and the logits once. An *edge* is a writer and one of these inputs. Norms belong to the reader: it is its
+input in the residual stream, before its norm, that an edge changes. Biases behind heads (b_O) belong to no node.
+
+*Runs.* In a circuit a reader sees, of every writer whose edge is kept, what that writes in the circuit, and of every other what
+it wrote on the corrupted prompt:
+
+    x_r = sum_{w kept} y_w + sum_{w cut} y'_w + biases
+
+Layers are recomputed in order, so all edges kept is the clean pass, none the corrupted one. A circuit of nodes keeps all edges
+out of them.
+
+*Estimates.* How much the metric falls when the edge alone is cut, to first order: (y_w - y'_w) . g_r, with g_r the gradient of
+the metric at the reader's input, summed over positions, and the mean over pairs. EAP takes the gradient at the clean prompt,
+EAP-IG the mean of those at z' + k / steps (z - z'), k = 1 .. steps, where z and z' are the embeddings of the two prompts. A
+node's estimate is the sum over its edges, which is that of its output: the gradient there is the sum of its readers'. An edge
+that hurts has a negative one.
+
+*Faithfulness.* f(k) = (m(circuit) - m(corrupted)) / (m(clean) - m(corrupted)), m the mean of the metric over pairs and k the
+share of edges (or nodes) in the circuit; CPR is the area under f, CMD that under |1 - f|, by trapezoids between the shares.
+
+Source: EAP (Syed et al. 2023, arXiv 2310.10348), EAP-IG and the circuits' form (Hanna et al. 2024, arXiv 2403.17806, sec. 2 and
+3), CPR and CMD (Mueller et al. 2025, MIB, arXiv 2504.13181, sec. 3). What differs from EAP-IG's code: the sign, since theirs is
+of a loss, and that keys and values have an input for each key-value head, not for each query head.
+"""

@@ -1,0 +1,348 @@
+"""A circuit: estimates of all edges, those that are kept, and what they keep of the metric; see the package."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal, NamedTuple
+
+import pandas as pd
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kvlens import HookedKVTransformer, KVLensError
+from kvlens.checks import Within, checked
+
+from ..declaration import Columns, Field, Option, analysis, tokens_field
+from ..logit_attribution import NO_HEAD
+from ..registry import on_its_front_ends
+from ..segments import OnProgress, progress
+from .graph import EMBEDDING, Graph
+from .pairs import AnswerAndRival, CircuitMetric, Pairs, read_pairs
+from .passes import CircuitPass, Pass, embedded_tokens
+
+SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+"""The shares of edges, or of nodes, at which MIB measures a circuit."""
+NODES = Columns(
+    node=("str", "``embedding``, a head such as ``3.2`` (layer and head), ``mlp3`` or ``logits``"),
+    layer=("int64", "from 0; -1: the embedding; the number of layers: the logits"),
+    head=("int64", "query head; -1: no head"),
+    estimate=("float64", "of the fall of the metric with its output corrupted; NaN for the logits"),
+    kept=("bool", "whether it is part of the circuit"),
+)
+EDGES = Columns(
+    writer=("str", "``embedding``, a head such as ``3.2`` (layer and head), or ``mlp3``"),
+    reader=("str", "likewise, or ``logits``; of keys and values the head is a key-value head"),
+    input=("str", "what reads: ``q``, ``k``, ``v``, ``mlp`` or ``logits``"),
+    writer_layer=("int64", "from 0; -1: the embedding"),
+    writer_head=("int64", "query head; -1: no head"),
+    reader_layer=("int64", "from 0; the number of layers: the logits"),
+    reader_head=("int64", "query head for ``q``, key-value head for ``k`` and ``v``; -1: no head"),
+    estimate=("float64", "of the fall of the metric with this edge corrupted"),
+    kept=("bool", "whether it is part of the circuit"),
+)
+FAITHFULNESS = Columns(
+    share=("float64", "of edges, or of nodes, that were asked for"),
+    n_kept=("int64", "as many they are, rounded down, before those that lead nowhere are removed"),
+    metric=("float64", "of the circuit, mean over pairs"),
+    faithfulness=("float64", "(metric - corrupted) / (clean - corrupted)"),
+)
+Counted = Literal["edges", "nodes"]
+
+
+@dataclass(frozen=True)
+class Circuit:
+    """The estimates of all edges, and the edges that are kept: all of them until :meth:`keep`.
+
+    Attributes:
+        model: whose circuit it is.
+        batches: the pairs of prompts.
+        graph: who writes and reads.
+        estimates: how much the metric falls with each edge cut, to first order; 0 where there is none.
+        kept: the edges of the circuit.
+    """
+
+    model: HookedKVTransformer
+    batches: Sequence[Pairs] = field(repr=False)
+    graph: Graph = field(repr=False)
+    estimates: Float[Tensor, "writer reader"] = field(repr=False)
+    kept: Bool[Tensor, "writer reader"] = field(repr=False)
+
+    @property
+    def nodes(self) -> pd.DataFrame:
+        """One row per node, in the order of the pass:
+
+        {columns}
+        """
+        layer, head = zip(*self.graph.writers, (self.model.cfg.n_layers, NO_HEAD), strict=True)
+        return NODES.frame(
+            {
+                "node": [_name(*of, self.model.cfg.n_layers) for of in zip(layer, head, strict=True)],
+                "layer": layer,
+                "head": head,
+                "estimate": [*self.estimates.sum(dim=1).tolist(), float("nan")],
+                "kept": [*self.kept.any(dim=1).tolist(), bool(self.kept[:, -1].any())],
+            }
+        )
+
+    @property
+    def edges(self) -> pd.DataFrame:
+        """One row per edge, the largest estimates (without sign) first:
+
+        {columns}
+        """
+        writer, reader = self.graph.edges.nonzero().T
+        values = self.estimates[writer, reader]
+        order = values.abs().argsort(descending=True, stable=True)
+        writer, reader, values = writer[order], reader[order], values[order]
+        wrote = [self.graph.writers[i] for i in writer.tolist()]
+        read = [self.graph.readers[i] for i in reader.tolist()]
+        n = self.model.cfg.n_layers
+        return EDGES.frame(
+            {
+                "writer": [_name(*of, n) for of in wrote],
+                "reader": [_name(of.layer, of.head, n) for of in read],
+                "input": [of.input for of in read],
+                "writer_layer": [layer for layer, _ in wrote],
+                "writer_head": [head for _, head in wrote],
+                "reader_layer": [of.layer for of in read],
+                "reader_head": [of.head for of in read],
+                "estimate": values,
+                "kept": self.kept[writer, reader],
+            }
+        )
+
+    @checked
+    def keep(
+        self,
+        size: Annotated[int, Within(0)] | Annotated[float, Within(0, 1)],
+        *,
+        by: Counted = "edges",
+        absolute: bool = False,
+    ) -> "Circuit":
+        """The circuit of the edges, or nodes, with the largest estimates; those that lead nowhere are removed.
+
+        Edges are taken from the logits down, each into a node that is reached already, as in EAP-IG: of the largest edges of
+        all, many would have no way to the logits. Nodes are heads and MLPs; the embedding and the logits are in every circuit.
+
+        Args:
+            size: how many (an integer), or the share of all (a float), rounded down.
+            by: what is counted.
+            absolute: order by the size of an estimate, not by its signed value.
+        """
+        n_all = self.n_units(by)
+        n = int(size * n_all) if isinstance(size, float) else size
+        if n > n_all:
+            raise KVLensError(f"keep: expected at most {n_all}, which is all {by} of this model, got {n}")
+        if by == "edges":
+            kept = self.graph.greedy(self.estimates.abs() if absolute else self.estimates, n)
+        else:
+            of_nodes = self.estimates.sum(dim=1)[1:]
+            order = (of_nodes.abs() if absolute else of_nodes).argsort(descending=True, stable=True)
+            kept = torch.zeros_like(self.kept)
+            kept[torch.cat([torch.zeros(1, dtype=torch.long), order[:n] + 1])] = True
+        return replace(self, kept=self.graph.pruned(kept & self.graph.edges))
+
+    def n_units(self, by: Counted) -> int:
+        """All edges, or all heads and MLPs."""
+        return int(self.graph.edges.sum()) if by == "edges" else len(self.graph.writers) - 1
+
+    def measured(self, *kept: Bool[Tensor, "writer reader"]) -> Float[Tensor, "circuit pair"]:
+        """The metric of every pair in a run of each of several circuits, by default in this one."""
+        found = [self._measured(pairs, kept or (self.kept,)) for pairs in self.batches]
+        return torch.cat(found, dim=1)
+
+    @torch.no_grad()
+    def _measured(self, pairs: Pairs, circuits: Sequence[Bool[Tensor, "writer reader"]]) -> Float[Tensor, "circuit pair"]:
+        clean, corrupted = (embedded_tokens(self.model, tokens) for tokens in (pairs.clean, pairs.corrupted))
+        other = Pass(self.model, self.graph)
+        other.logits(corrupted, 1)
+        written, found = torch.cat(other.written), dict[bytes, Tensor]()
+        keys = [kept.numpy().tobytes() for kept in circuits]
+        for key, kept in zip(keys, circuits, strict=True):
+            if key not in found:  # small ones are often empty
+                logits = CircuitPass(self.model, self.graph, kept, written).logits(clean, pairs.n_last)
+                found[key] = pairs.value(logits).double().cpu()
+        return torch.stack([found[key] for key in keys])
+
+
+NODES.document(Circuit.nodes.fget)  # type: ignore[type-var]
+EDGES.document(Circuit.edges.fget)  # type: ignore[type-var]
+
+
+def _name(layer: int, head: int, n_layers: int) -> str:
+    if head != NO_HEAD:
+        return f"{layer}.{head}"
+    return {EMBEDDING: "embedding", n_layers: "logits"}.get(layer, f"mlp{layer}")
+
+
+@EDGES.document
+@on_its_front_ends
+@checked
+def circuit(
+    model: HookedKVTransformer,
+    prompt: Any,
+    corrupted: Any,
+    metric: CircuitMetric | AnswerAndRival,
+    *,
+    method: Literal["eap", "eap_ig"] = "eap_ig",
+    steps: Annotated[int, Within(1)] = 5,
+) -> Circuit:
+    """Estimate how much every edge between the parts of a model carries of the difference between pairs of prompts.
+
+    Args:
+        model: any whose heads and MLPs add to the residual stream what they read of it, normalized before or not at all.
+        prompt: the clean prompts, each a string, a chat or tokens; one of them, a sequence, or tokens [pair, pos].
+        corrupted: as many, each as long as its clean one.
+        metric: answers and rivals, whose difference in logits behind each prompt is measured; or a function of the logits
+            [pair, pos, d_vocab] that returns [pair], for pairs that all have the same length.
+        method: ``eap`` or ``eap_ig``.
+        steps: of the path between the two embeddings, for ``eap_ig``.
+
+    Returns:
+        The circuit of all edges. Its frame ``nodes`` has a row per node, and ``edges`` one per edge:
+
+        {columns}
+
+    Raises:
+        KVLensError: lengths or numbers of prompts that differ, a metric that is not one finite number for each pair, a model
+            whose norms are elsewhere.
+    """
+    _check_model(model)
+    graph = Graph(model)
+    batches = read_pairs(model, graph, prompt, corrupted, metric)
+    total = torch.zeros(graph.edges.shape, dtype=torch.float64)
+    with progress("circuit") as tell:
+        for number, pairs in enumerate(batches):
+            total += _estimates(model, graph, pairs, steps if method == "eap_ig" else 1, tell, number / len(batches))
+            tell((number + 1) / len(batches))
+    return Circuit(model, batches, graph, total / sum(len(pairs.clean) for pairs in batches), graph.edges)
+
+
+def _check_model(model: HookedKVTransformer) -> None:
+    cfg, block = model.cfg, model.blocks[0]
+    augmented = cfg.attention_variant is not None and cfg.attention_variant.augmented is not None
+    reasons = {
+        "its norms stand behind heads and MLPs": block.norms_follow or cfg.use_normalization_before_and_after,
+        "positions are added to queries and keys alone (shortformer)": cfg.positional_embedding_type == "shortformer",
+        "its keys and values are augmented from the stream": augmented,
+    }
+    reason = next((reason for reason, holds in reasons.items() if holds), None)
+    if reason is not None:
+        raise KVLensError(
+            f"circuit: {reason}, so that what a reader reads is not the sum of what nodes wrote; use a model with norms before "
+            "heads and MLPs, or attribution_by_edge"
+        )
+
+
+def _estimates(
+    model: HookedKVTransformer, graph: Graph, pairs: Pairs, steps: int, tell: OnProgress, done: float
+) -> Float[Tensor, "writer reader"]:
+    """Sums over the pairs of (y_w - y'_w) . g_r."""
+    clean, corrupted = (embedded_tokens(model, tokens).detach() for tokens in (pairs.clean, pairs.corrupted))
+    written, gradients = [], None
+    for k in range(steps + 1):
+        on_path = corrupted + k / steps * (clean - corrupted) if k < steps else clean
+        ran = Pass(model, graph)
+        with torch.set_grad_enabled(k > 0):
+            value = pairs.value(ran.logits(on_path.requires_grad_(k > 0), pairs.n_last)).sum()
+        if k > 0:
+            found = torch.autograd.grad(value, ran.inputs, materialize_grads=True)
+            gradients = found if gradients is None else [a + b for a, b in zip(gradients, found, strict=True)]
+        if k in (0, steps):
+            written.append(torch.cat([x.detach() for x in ran.written]))
+    difference, sums = written[1] - written[0], torch.zeros(graph.edges.shape, dtype=torch.float64)
+    reader = 0
+    for gradient in gradients or ():
+        n, some = graph.n_before[reader], slice(reader, reader + len(gradient))
+        sums[:n, some] = (difference[:n].flatten(1) @ gradient.flatten(1).T).double().cpu() / steps
+        reader = some.stop
+    return sums
+
+
+class Faithfulness(NamedTuple):
+    """What circuits of several sizes keep of the metric.
+
+    Attributes:
+        table: one row per share.
+        cpr: the area under f.
+        cmd: the area under |1 - f|.
+        clean, corrupted: the metric on the two prompts, mean over pairs.
+    """
+
+    table: pd.DataFrame
+    cpr: float
+    cmd: float
+    clean: float
+    corrupted: float
+
+
+@FAITHFULNESS.document
+@checked
+def faithfulness(
+    found: Circuit,
+    shares: Sequence[float] = SHARES,
+    *,
+    by: Counted = "edges",
+    absolute: bool = False,
+    pairs: tuple[Any, Any, Any] | None = None,
+) -> Faithfulness:
+    """Run circuits of several sizes, and measure by MIB how much of the metric each keeps.
+
+    Args:
+        found: whose estimates choose the edges.
+        shares: of all edges or nodes, in ascending order.
+        by, absolute: as in :meth:`Circuit.keep`.
+        pairs: others to measure on: ``(prompt, corrupted, metric)`` as in :func:`circuit`.
+
+    Returns:
+        The table, and both areas, over the range of the shares:
+
+        {columns}
+
+    Raises:
+        KVLensError: as :meth:`Circuit.keep` and :func:`circuit`; a metric that is the same on both prompts.
+    """
+    found = found if pairs is None else replace(found, batches=read_pairs(found.model, found.graph, *pairs))
+    circuits = [found.keep(float(share), by=by, absolute=absolute).kept for share in shares]
+    clean, corrupted, *values = found.measured(found.graph.edges, torch.zeros_like(found.kept), *circuits).mean(dim=1).tolist()
+    if clean == corrupted:
+        raise KVLensError(f"faithfulness: the metric is {clean} on clean and corrupted prompts alike: nothing to be kept")
+    f = torch.tensor([(value - corrupted) / (clean - corrupted) for value in values], dtype=torch.float64)
+    at = torch.tensor(shares, dtype=torch.float64)
+    table = FAITHFULNESS.frame(
+        {"share": at, "n_kept": [int(share * found.n_units(by)) for share in shares], "metric": values, "faithfulness": f}
+    )
+    return Faithfulness(table, float(torch.trapezoid(f, at)), float(torch.trapezoid((1 - f).abs(), at)), clean, corrupted)
+
+
+@analysis(
+    EDGES,
+    "which heads and MLPs read which others where two prompts differ: all edges, by attribution",
+    of=circuit,
+    inputs={"corrupted": tokens_field("corrupted", prepend_bos=True), "answer": Field("answer"), "rival": Field("rival")},
+    options={
+        "method": Option("of the estimates", choices=("eap", "eap_ig")),
+        "steps": Option("between the two prompts, for eap_ig"),
+        "size": Option("how many edges are kept", value_type=int),
+    },
+)
+def edges_of_a_record(
+    model: HookedKVTransformer,
+    prompt: Tensor,
+    corrupted: Tensor,
+    answer: Any,
+    rival: Any,
+    *,
+    method: Literal["eap", "eap_ig"] = "eap_ig",
+    steps: int = 5,
+    size: int | None = None,
+) -> pd.DataFrame:
+    """All edges for one pair of prompts.
+
+    Returns:
+        One row per edge, the largest estimates (without sign) first:
+
+        {columns}
+    """
+    found = circuit(model, prompt, corrupted, (answer, rival), method=method, steps=steps)
+    return (found if size is None else found.keep(size)).edges

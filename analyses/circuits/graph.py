@@ -1,0 +1,114 @@
+"""The nodes and edges of a model, and which of them belong together."""
+
+import heapq
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from kvlens import HookedKVTransformer
+
+from ..logit_attribution import NO_HEAD
+
+EMBEDDING = -1
+
+
+class ReaderInput(NamedTuple):
+    """An input: of a head's queries, a key-value head's keys or values, an MLP, or the logits."""
+
+    layer: int
+    input: str
+    head: int
+
+
+class Graph:
+    """Who writes and who reads, each in the order of the pass.
+
+    Attributes:
+        writers: (layer, head) of each; no head: the layer's MLP, or the embedding.
+        readers: every input.
+        n_before: of each reader, the number of writers that it reads, which are the first ones.
+        feeds: [writer, reader]: whether the reader is one of the writer's own inputs.
+        at: (layer, ``q``, ``k``, ``v``, ``mlp`` or ``logits``) -> which readers they are.
+    """
+
+    def __init__(self, model: HookedKVTransformer):
+        self.writers = [(EMBEDDING, NO_HEAD)]
+        self.readers: list[ReaderInput] = []
+        self.n_before: list[int] = []
+        self.at: dict[tuple[int, str], slice] = {}
+        for layer, block in enumerate(model.blocks):
+            n = block.attn.W_Q.shape[0]
+            for x, n_read in (("q", n), ("k", _n_kv_heads(block)), ("v", _n_kv_heads(block))):
+                self._add(layer, x, range(n_read), len(self.writers))
+            n_read_by_mlp = len(self.writers) + (0 if block.cfg.parallel_attn_mlp else n)
+            self.writers += [(layer, head) for head in range(n)]
+            if not block.cfg.attn_only:
+                self._add(layer, "mlp", [NO_HEAD], n_read_by_mlp)
+                self.writers.append((layer, NO_HEAD))
+        self._add(model.cfg.n_layers, "logits", [NO_HEAD], len(self.writers))
+        self.feeds = torch.tensor([[self._feeds(writer, reader) for reader in self.readers] for writer in self.writers])
+
+    def _add(self, layer: int, x: str, heads: Iterable[int], n_before: int) -> None:
+        new = [ReaderInput(layer, x, head) for head in heads]
+        self.at[layer, x] = slice(len(self.readers), len(self.readers) + len(new))
+        self.readers += new
+        self.n_before += [n_before] * len(new)
+
+    def _feeds(self, writer: tuple[int, int], reader: ReaderInput) -> bool:
+        layer, head = writer
+        if reader.layer != layer or (head == NO_HEAD) != (reader.input == "mlp"):
+            return False
+        n_queries, n = (self.at[layer, x].stop - self.at[layer, x].start for x in ("q", reader.input))
+        return head == NO_HEAD or head // (n_queries // n) == reader.head
+
+    @property
+    def edges(self) -> Bool[Tensor, "writer reader"]:
+        """Which pairs are edges."""
+        return torch.arange(len(self.writers))[:, None] < torch.tensor(self.n_before)
+
+    def attention(self, layer: int) -> slice:
+        """All inputs of a layer's heads."""
+        return slice(self.at[layer, "q"].start, self.at[layer, "v"].stop)
+
+    def pruned(self, kept: Bool[Tensor, "writer reader"]) -> Bool[Tensor, "writer reader"]:
+        """The kept edges on a way from the embedding to the logits, all of which is kept; no other changes what a circuit
+        computes."""
+        kept, reached = kept.clone(), torch.zeros(len(self.writers), dtype=torch.bool)
+        for writer in range(len(self.writers)):
+            reached[writer] = writer == 0 or bool(kept[:, self.feeds[writer]].any())
+            kept[writer] &= reached[writer]
+        useful = torch.zeros(len(self.readers), dtype=torch.bool)
+        useful[-1] = True
+        for writer in reversed(range(len(self.writers))):
+            if (kept[writer] & useful).any():
+                useful |= self.feeds[writer]
+        return kept & useful
+
+    def greedy(self, value: Float[Tensor, "writer reader"], n: int) -> Bool[Tensor, "writer reader"]:
+        """``n`` edges from the logits down: always the largest of those into what is reached so far (Hanna et al. 2024)."""
+        kept, values = torch.zeros_like(self.edges), value.tolist()
+        waiting: list[tuple[float, int, int]] = []
+        reached_readers, reached_writers = set[int](), set[int]()
+
+        def reach(readers: Iterable[int]) -> None:
+            for reader in set(readers) - reached_readers:
+                reached_readers.add(reader)
+                for writer in range(self.n_before[reader]):
+                    heapq.heappush(waiting, (-values[writer][reader], writer, reader))
+
+        reach([len(self.readers) - 1])
+        for _ in range(n):
+            _, writer, reader = heapq.heappop(waiting)
+            kept[writer, reader] = True
+            if writer not in reached_writers:
+                reached_writers.add(writer)
+                reach(self.feeds[writer].nonzero().flatten().tolist())
+        return kept
+
+
+def _n_kv_heads(block: Any) -> int:
+    grouped = block.cfg.n_key_value_heads is not None and not block.cfg.ungroup_grouped_query_attention
+    return int(block.cfg.n_key_value_heads) if grouped else block.attn.W_Q.shape[0]

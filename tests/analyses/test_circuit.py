@@ -1,0 +1,345 @@
+"""Circuits against the model's own pass, whose hook points show each reader's input by itself."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from analysis_models import tokens
+from kvlens.analyses.circuits.estimates import SHARES
+from precision import LAW, relative_error
+from small_models import shared, sharp
+
+from kvlens import KVLensError, convert_prompt
+from kvlens.analyses import circuit, faithfulness
+
+MODELS = [
+    "softmax, learned",
+    "softmax, rotary, grouped",
+    "softmax, RMS, gated",
+    "softmax, side by side",
+    "softmax, no norm, attention only",
+    "softmax, shifted, grouped",
+    "rope after",
+    "gqa",
+]
+SPLIT = dict(use_split_qkv_input=True, use_attn_result=True, use_hook_mlp_in=True)
+CLEAN, CORRUPTED = tokens(24).reshape(3, 8), tokens(24, seed=5).reshape(3, 8)
+UNEQUAL = [*CLEAN[:2], CLEAN[2, :5]], [*CORRUPTED[:2], CORRUPTED[2, :5]]
+ANSWERS, RIVALS = torch.tensor([3, 4, 5]), torch.tensor([7, 8, 3])
+
+
+def everything(logits):
+    """No two logits of a pair count alike, so that no mistake cancels."""
+    return (logits * torch.linspace(-1, 2, logits[0].numel(), dtype=logits.dtype).view(logits.shape[1:])).sum(dim=(1, 2))
+
+
+def differences(model, given, **hooks):
+    last = model.run_with_hooks(given, **hooks)[:, -1]
+    return last[range(3), ANSWERS] - last[range(3), RIVALS]
+
+
+def name_of(model, point, head):
+    """(node that reads or writes there, input)."""
+    layer = int(point.split(".")[1])
+    if point.endswith("mlp_in") or point.endswith("mlp_out"):
+        return f"mlp{layer}", "mlp"
+    return f"{layer}.{head}", point.rsplit("_", 2)[-2][-1]
+
+
+class ByHooks:
+    """A pass of the model in which hooks read and write; ``cut``: (writer, reader, input) -> whether it is corrupted."""
+
+    def __init__(self, model, theirs=None, cut=frozenset(), at=None):
+        self.model, self.theirs, self.cut, self.at = model, theirs, cut, at
+        self.written, self.inputs = {}, {}
+
+    def points(self):
+        for layer in range(self.model.cfg.n_layers):
+            block = f"blocks.{layer}"
+            yield from ((f"{block}.hook_{x}_input", self.read) for x in "qkv")
+            yield f"{block}.attn.hook_result", self.write_heads
+            if not self.model.cfg.attn_only:
+                yield f"{block}.hook_mlp_in", self.read
+                yield f"{block}.hook_mlp_out", self.write_mlp
+        yield f"{block}.hook_resid_post", self.read_last
+
+    def changed(self, x, reader, input_):
+        """What a reader sees of the stream; side by side, an MLP does not read its own layer's heads."""
+        side = self.model.cfg.parallel_attn_mlp and input_ == "mlp"
+        for writer, y in self.written.items():
+            if (writer, reader, input_) in self.cut and not (side and writer.split(".")[0] == reader[3:]):
+                x = x - y + self.theirs[writer]
+        if self.at is not None:
+            x = x.detach().requires_grad_() if not x.requires_grad else x * 1
+            self.inputs[reader, input_] = x
+        return x
+
+    def read(self, x, hook):
+        if hook.name.endswith("mlp_in"):
+            return self.changed(x, *name_of(self.model, hook.name, None))
+        heads = [self.changed(x[:, :, i], *name_of(self.model, hook.name, i)) for i in range(x.shape[2])]
+        return torch.stack(heads, dim=2)
+
+    def read_last(self, x, hook):
+        return self.changed(x, "logits", "logits")
+
+    def write_heads(self, y, hook):
+        layer = hook.name.split(".")[1]
+        heads = y.unbind(dim=2)
+        self.written |= {f"{layer}.{head}": one for head, one in enumerate(heads)}
+        return torch.stack(heads, dim=2)
+
+    def write_mlp(self, y, hook):
+        self.written[name_of(self.model, hook.name, None)[0]] = y
+
+    def start(self, x, hook):
+        x = x if self.at is None else self.at.requires_grad_()
+        self.written["embedding"] = x
+        return x
+
+    def run(self, given):
+        hooks = [("blocks.0.hook_resid_pre", self.start), *self.points()]
+        return self.model.run_with_hooks(given, fwd_hooks=hooks)
+
+
+def places(found):
+    """(writer, reader, input) of every edge -> its place in the matrix."""
+    index = {
+        (row.writer_layer, row.writer_head, row.reader_layer, row.input, row.reader_head): (row.writer, row.reader, row.input)
+        for row in found.edges.itertuples()
+    }
+    writers, readers = found.graph.writers, found.graph.readers
+    return {index[*writers[w], *readers[r]]: (w, r) for w, r in found.graph.edges.nonzero().tolist()}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_edges_are_the_clean_pass_and_none_the_corrupted_one(name):
+    model = shared(name)
+    found = circuit(model, CLEAN, CORRUPTED, everything, method="eap")
+    whole, empty = found.measured(found.graph.edges, torch.zeros_like(found.kept))
+    assert relative_error(whole, everything(model(CLEAN))) < LAW
+    assert relative_error(empty, everything(model(CORRUPTED))) < LAW
+    assert (whole - empty).abs().min() > 1e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_circuit_is_the_models_own_pass_with_every_cut_edge_changed_by_a_hook(name):
+    """Of each kind of input one edge cut alone, and half of all edges at random, whose writers change in the circuit."""
+    model, split = shared(name), sharp(name, **SPLIT)
+    found = circuit(model, CLEAN, CORRUPTED, everything, method="eap")
+    theirs = ByHooks(split)
+    theirs.run(CORRUPTED)
+    where, generator = places(found), torch.Generator().manual_seed(1)
+    listed = list(where)
+    last = {key[2]: key for key in listed}.values()  # one of each kind of input
+    cuts = [{one} for one in last] + [{e for e in listed if torch.rand((), generator=generator) < 0.5} for _ in range(2)]
+    clean = everything(model(CLEAN))
+    for cut in cuts:
+        kept = found.graph.edges.clone()
+        kept[tuple(torch.tensor([where[edge] for edge in cut]).T)] = False
+        expected = everything(ByHooks(split, theirs.written, cut).run(CLEAN))
+        assert relative_error(found.measured(kept)[0], expected) < LAW
+        assert (expected - clean).norm() > 1e-6 * clean.norm() or len(cut) == 1
+
+
+@pytest.mark.parametrize(("method", "steps"), [("eap", 5), ("eap_ig", 3)])
+@pytest.mark.parametrize("name", MODELS)
+def test_estimates_are_gradients_at_each_input_times_the_writers_difference(name, method, steps):
+    """A node's is the sum over its edges: the gradient at its output."""
+    model, split = shared(name), sharp(name, **SPLIT)
+    found = circuit(model, CLEAN, CORRUPTED, everything, method=method, steps=steps)
+    passes = [ByHooks(split), ByHooks(split)]
+    for one, given in zip(passes, (CLEAN, CORRUPTED), strict=True):
+        one.run(given)
+    clean, corrupted = (one.written for one in passes)
+    expected, outputs = dict.fromkeys(places(found), 0.0), dict.fromkeys(clean, 0.0)
+    path = [1.0] if method == "eap" else [k / steps for k in range(1, steps + 1)]
+    with torch.enable_grad():
+        for share in path:
+            at = corrupted["embedding"] + share * (clean["embedding"] - corrupted["embedding"])
+            one = ByHooks(split, at=at.detach())
+            value = everything(one.run(CLEAN)).sum()
+            points = {**one.inputs, **{("output", writer): y for writer, y in one.written.items()}}
+            gradients = dict(zip(points, torch.autograd.grad(value, list(points.values())), strict=True))
+            for writer, y in clean.items():
+                difference = (y - corrupted[writer]) / (len(path) * len(CLEAN))
+                outputs[writer] += float((difference * gradients["output", writer]).sum())
+            for writer, reader, input_ in expected:
+                difference = (clean[writer] - corrupted[writer]) / (len(path) * len(CLEAN))
+                expected[writer, reader, input_] += float((difference * gradients[reader, input_]).sum())
+    frame = found.edges.set_index(["writer", "reader", "input"])["estimate"]
+    ours = torch.tensor(frame.loc[list(expected)].to_numpy())
+    assert relative_error(ours, torch.tensor(list(expected.values()), dtype=torch.float64)) < LAW
+    nodes = torch.tensor(found.nodes.set_index("node")["estimate"].loc[list(outputs)].to_numpy())
+    assert relative_error(nodes, torch.tensor(list(outputs.values()), dtype=torch.float64)) < LAW
+    assert frame.abs().is_monotonic_decreasing and ours.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("method", ["eap", "eap_ig"])
+def test_estimates_are_the_effects_where_the_model_is_linear(method):
+    """Attention that is uniform, and no norms: every edge cut alone lowers the metric by its estimate, and those into the
+    logits add up to the whole."""
+    model = sharp("softmax, no norm, attention only", n_layers=3)
+    for block in model.blocks:
+        for parameter in (block.attn.W_Q, block.attn.W_K, block.attn.b_Q, block.attn.b_K):
+            parameter.zero_()
+    found = circuit(model, CLEAN, CORRUPTED, (ANSWERS, RIVALS), method=method)
+    cuts = [found.graph.edges.clone() for _ in places(found)]
+    for kept, place in zip(cuts, places(found).values(), strict=True):
+        kept[place] = False
+    whole, *alone = found.measured(found.graph.edges, *cuts).mean(dim=1)
+    estimates = torch.stack([found.estimates[place] for place in places(found).values()])
+    assert relative_error(whole - torch.stack(alone), estimates) < LAW
+    values = found.edges.query("input in ('q', 'k')")["estimate"]
+    assert (values == 0).all() and (estimates.abs() > 1e-3).sum() > 20
+    corrupted = found.measured(~found.graph.edges).mean()
+    of_logits = torch.tensor([found.edges.query("reader == 'logits'")["estimate"].sum()], dtype=torch.float64)
+    assert relative_error(of_logits, (whole - corrupted)[None]) < LAW
+
+
+@pytest.mark.parametrize(("n", "n_mlps"), [(5, 2), (6, 1)])
+def test_a_circuit_of_nodes_corrupts_the_output_of_all_others(n, n_mlps):
+    model = shared("softmax, learned")
+    found = circuit(model, CLEAN, CORRUPTED, (ANSWERS, RIVALS)).keep(n, by="nodes")
+    order = found.nodes.query("node not in ('embedding', 'logits')").sort_values("estimate", ascending=False)
+    out = set(order["node"][n:])
+    _, cache = model.run_with_cache(CORRUPTED)
+
+    def heads(z, hook):
+        replaced = [head for head in range(z.shape[2]) if f"{hook.layer()}.{head}" in out]
+        z[:, :, replaced] = cache[hook.name][:, :, replaced]
+        return z
+
+    hooks = [(f"blocks.{i}.attn.hook_z", heads) for i in range(2)]
+    mlps = [i for i in range(2) if f"mlp{i}" in out]
+    hooks += [(f"blocks.{i}.hook_mlp_out", lambda y, hook: cache[hook.name]) for i in mlps]
+    expected = differences(model, CLEAN, fwd_hooks=hooks)
+    assert relative_error(found.measured()[0], expected) < LAW and len(mlps) == n_mlps
+    assert set(found.nodes.query("kept")["node"]) <= {"embedding", "logits", *order["node"][:n]}
+
+
+def slow_greedy(found, n):
+    """Every edge into what is reached so far is looked at, n times."""
+    frame = found.edges
+    reached, kept = {("logits", "logits", -1)}, set()
+    group = found.model.cfg.n_heads // (found.model.cfg.n_key_value_heads or found.model.cfg.n_heads)
+    while len(kept) < n:
+        open_ = [
+            row
+            for row in frame.itertuples()
+            if (row.reader.split(".")[0] if row.input != "mlp" else row.reader, row.input, row.reader_head) in reached
+            and row.Index not in kept
+        ]
+        best = max(open_, key=lambda row: row.estimate)
+        kept.add(best.Index)
+        layer, head = str(best.writer_layer), best.writer_head
+        if best.writer.startswith("mlp"):
+            reached.add((best.writer, "mlp", -1))
+        elif best.writer != "embedding":
+            reached |= {(layer, "q", head), (layer, "k", head // group), (layer, "v", head // group)}
+    return frame.loc[sorted(kept)]
+
+
+@pytest.mark.parametrize("name", ["softmax, learned", "softmax, rotary, grouped"])
+def test_edges_are_kept_from_the_logits_down_and_those_that_lead_nowhere_change_nothing(name):
+    found = circuit(shared(name), CLEAN, CORRUPTED, (ANSWERS, RIVALS))
+    where = places(found)
+    for n in (0, 7, 30, 60):
+        chosen = slow_greedy(found, n) if n else found.edges[:0]
+        mask = torch.zeros_like(found.kept)
+        for edge in zip(chosen["writer"], chosen["reader"], chosen["input"], strict=True):
+            mask[where[edge]] = True
+        small = found.keep(n)
+        assert not (small.kept & ~mask).any() and torch.equal(small.kept, found.graph.pruned(mask))
+        unpruned, pruned = found.measured(mask, small.kept)
+        assert relative_error(pruned, unpruned) < LAW
+    assert 0 < small.kept.sum() <= 60
+    assert torch.equal(found.keep(1.0).kept, found.graph.edges) and not found.keep(0.0).kept.any()
+    dangling = torch.zeros_like(found.kept)
+    dangling[where["embedding", "0.1", "q"]] = dangling[where["0.2", "logits", "logits"]] = True
+    assert not found.graph.pruned(dangling).any()
+    dangling[where["embedding", "0.2", "q"]] = True
+    assert found.graph.pruned(dangling).sum() == 2
+
+
+@pytest.mark.parametrize("by", ["edges", "nodes"])
+def test_faithfulness_is_that_of_mib(by):
+    """f at every share is of a circuit that is run, and both areas are sums of trapezoids between the shares."""
+    model = shared("softmax, rotary, grouped")
+    found = circuit(model, CLEAN, CORRUPTED, (ANSWERS, RIVALS))
+    result = faithfulness(found, by=by, absolute=True)
+    f = result.table["faithfulness"].tolist()
+    n_all = {"edges": len(found.edges), "nodes": len(found.nodes) - 2}[by]
+    cpr = cmd = 0.0
+    for i, (low, high) in enumerate(itertools.pairwise(SHARES)):
+        cpr += (high - low) * (f[i] + f[i + 1]) / 2
+        cmd += (high - low) * (abs(1 - f[i]) + abs(1 - f[i + 1])) / 2
+    np.testing.assert_allclose([result.cpr, result.cmd, f[-1]], [cpr, cmd, 1], rtol=LAW)
+    assert result.table["n_kept"].tolist() == [int(share * n_all) for share in SHARES]
+    clean, corrupted = (differences(model, x).mean() for x in (CLEAN, CORRUPTED))
+    np.testing.assert_allclose([result.clean, result.corrupted], [clean, corrupted], rtol=LAW)
+    half = found.keep(0.5, by=by, absolute=True).measured().mean()
+    assert f[-2] == pytest.approx(float((half - corrupted) / (clean - corrupted)), rel=1e-9)
+    others = CORRUPTED.flip(0), CLEAN, (ANSWERS, RIVALS)
+    elsewhere = faithfulness(found, [0.5, 1.0], by=by, pairs=others)
+    assert elsewhere.corrupted == pytest.approx(result.clean, rel=1e-12) and elsewhere.clean != pytest.approx(result.corrupted)
+
+
+def test_pairs_of_several_lengths_are_those_of_each_length_and_a_function_measures_as_well():
+    model = shared("softmax, learned")
+    found = circuit(model, *UNEQUAL, (ANSWERS, RIVALS))
+    longer = circuit(model, CLEAN[:2], CORRUPTED[:2], (ANSWERS[:2], RIVALS[:2]))
+    shorter = circuit(model, UNEQUAL[0][2], UNEQUAL[1][2], (5, 3))
+    assert relative_error(found.estimates, (2 * longer.estimates + shorter.estimates) / 3) < LAW
+    measure = circuit(model, CLEAN[:2], CORRUPTED[:2], lambda x: x[[0, 1], -1, ANSWERS[:2]] - x[[0, 1], -1, RIVALS[:2]])
+    assert relative_error(measure.estimates, longer.estimates) < LAW
+    lengths = sorted(pairs.clean.shape[1] for pairs in found.batches)
+    assert lengths == [5, 8] and not any(point.has_hooks() for point in model.hook_dict.values())
+
+
+def test_under_a_bias_it_is_the_circuit_behind_its_prompt():
+    model = shared("softmax, rotary, grouped")
+    with model.kv_bias(convert_prompt(model, tokens(6, seed=3))):
+        found = circuit(model, CLEAN, CORRUPTED, everything)
+        whole, empty = found.measured(found.graph.edges, ~found.graph.edges)
+        expected = everything(model(CLEAN)), everything(model(CORRUPTED))
+    assert relative_error(whole, expected[0]) < LAW and relative_error(empty, expected[1]) < LAW
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(corrupted=CORRUPTED[:, :7]), "prompt 0 has 7 tokens, and its clean one 8"),
+        (dict(corrupted=CORRUPTED[:2]), "a prompt for each of 3 clean ones, got 2"),
+        (
+            dict(prompt=UNEQUAL[0], corrupted=UNEQUAL[1], metric=everything),
+            "of one length",
+        ),
+        (dict(metric=lambda logits: logits.sum()), "one finite number for each of 3 pairs"),
+        (dict(metric=lambda logits: logits[:, -1, 0] * torch.nan), "one finite number for each of 3 pairs"),
+        (dict(metric="logits"), r"a function of logits, or \(answers, rivals\)"),
+        (dict(metric=(ANSWERS[:2], RIVALS)), "one answer of a single token for each of 3 pairs"),
+        (dict(model="softmax, norms behind heads"), "its norms stand behind heads and MLPs"),
+        (dict(model="softmax, shortformer"), "shortformer"),
+        (dict(model="gqa, augmented keys"), "augmented from the stream"),
+    ],
+    ids=str,
+)
+def test_what_would_be_another_circuit_is_refused(given, message):
+    given = {"prompt": CLEAN, "corrupted": CORRUPTED, "metric": (ANSWERS, RIVALS), **given}
+    name = given.pop("model", "softmax, learned")
+    model = shared("augmented keys" if "augmented" in name else name)
+    with pytest.raises(KVLensError, match=message):
+        circuit(model, **given)
+
+
+def test_sizes_that_no_circuit_has_are_refused():
+    found = circuit(shared("softmax, learned"), CLEAN, CORRUPTED, (ANSWERS, RIVALS), method="eap")
+    with pytest.raises(KVLensError, match="at most 151"):
+        found.keep(152)
+    with pytest.raises(KVLensError, match="size"):
+        found.keep(1.5)
+    same = circuit(found.model, CLEAN, CLEAN, (ANSWERS, RIVALS), method="eap")
+    with pytest.raises(KVLensError, match="alike: nothing to be kept"):
+        faithfulness(same)
