@@ -15,10 +15,10 @@ from kvlens.checks import Within, checked
 from ..declaration import Columns, Field, Option, analysis, tokens_field
 from ..logit_attribution import NO_HEAD
 from ..registry import on_its_front_ends
-from ..segments import OnProgress, progress
+from ..segments import progress
 from .graph import EMBEDDING, Graph
 from .pairs import AnswerAndRival, CircuitMetric, Pairs, read_pairs
-from .passes import CircuitPass, Pass, embedded_tokens
+from .passes import CircuitPass, Pass, Written, embedded_tokens
 
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """The shares of edges, or of nodes, at which MIB measures a circuit."""
@@ -68,23 +68,25 @@ class Circuit:
     kept: Bool[Tensor, "writer reader"] = field(repr=False)
 
     @property
+    @NODES.document
     def nodes(self) -> pd.DataFrame:
         """One row per node, in the order of the pass:
 
         {columns}
         """
-        layer, head = zip(*self.graph.writers, (self.model.cfg.n_layers, NO_HEAD), strict=True)
+        nodes = [*self.graph.writers, (self.model.cfg.n_layers, NO_HEAD)]
         return NODES.frame(
             {
-                "node": [_name(*of, self.model.cfg.n_layers) for of in zip(layer, head, strict=True)],
-                "layer": layer,
-                "head": head,
+                "node": [_name(*of, self.model.cfg.n_layers) for of in nodes],
+                "layer": [layer for layer, _ in nodes],
+                "head": [head for _, head in nodes],
                 "estimate": [*self.estimates.sum(dim=1).tolist(), float("nan")],
                 "kept": [*self.kept.any(dim=1).tolist(), bool(self.kept[:, -1].any())],
             }
         )
 
     @property
+    @EDGES.document
     def edges(self) -> pd.DataFrame:
         """One row per edge, the largest estimates (without sign) first:
 
@@ -165,10 +167,6 @@ class Circuit:
         return torch.stack([found[key] for key in keys])
 
 
-NODES.document(Circuit.nodes.fget)  # type: ignore[type-var]
-EDGES.document(Circuit.edges.fget)  # type: ignore[type-var]
-
-
 def _name(layer: int, head: int, n_layers: int) -> str:
     if head != NO_HEAD:
         return f"{layer}.{head}"
@@ -213,7 +211,7 @@ def circuit(
     total = torch.zeros(graph.edges.shape, dtype=torch.float64)
     with progress("circuit") as tell:
         for number, pairs in enumerate(batches):
-            total += _estimates(model, graph, pairs, steps if method == "eap_ig" else 1, tell, number / len(batches))
+            total += _estimates(model, graph, pairs, steps if method == "eap_ig" else 1)
             tell((number + 1) / len(batches))
     return Circuit(model, batches, graph, total / sum(len(pairs.clean) for pairs in batches), graph.edges)
 
@@ -234,29 +232,34 @@ def _check_model(model: HookedKVTransformer) -> None:
         )
 
 
-def _estimates(
-    model: HookedKVTransformer, graph: Graph, pairs: Pairs, steps: int, tell: OnProgress, done: float
-) -> Float[Tensor, "writer reader"]:
+def _estimates(model: HookedKVTransformer, graph: Graph, pairs: Pairs, steps: int) -> Float[Tensor, "writer reader"]:
     """Sums over the pairs of (y_w - y'_w) . g_r."""
     clean, corrupted = (embedded_tokens(model, tokens).detach() for tokens in (pairs.clean, pairs.corrupted))
-    written, gradients = [], None
-    for k in range(steps + 1):
-        on_path = corrupted + k / steps * (clean - corrupted) if k < steps else clean
-        ran = Pass(model, graph)
-        with torch.set_grad_enabled(k > 0):
-            value = pairs.value(ran.logits(on_path.requires_grad_(k > 0), pairs.n_last)).sum()
-        if k > 0:
-            found = torch.autograd.grad(value, ran.inputs, materialize_grads=True)
-            gradients = found if gradients is None else [a + b for a, b in zip(gradients, found, strict=True)]
-        if k in (0, steps):
-            written.append(torch.cat([x.detach() for x in ran.written]))
-    difference, sums = written[1] - written[0], torch.zeros(graph.edges.shape, dtype=torch.float64)
-    reader = 0
-    for gradient in gradients or ():
-        n, some = graph.n_before[reader], slice(reader, reader + len(gradient))
+    theirs = Pass(model, graph)
+    with torch.no_grad():
+        theirs.logits(corrupted, 1)
+    gradients: list[Tensor] = []
+    for k in range(1, steps + 1):  # the last one is the clean pass
+        own, found = _with_gradients(model, graph, pairs, torch.lerp(corrupted, clean, k / steps))
+        gradients = [a + b for a, b in zip(gradients, found, strict=True)] if gradients else found
+    difference, sums = own - torch.cat(theirs.written), torch.zeros(graph.edges.shape, dtype=torch.float64)
+    start = 0
+    for gradient in gradients:
+        n, some = graph.n_before[start], slice(start, start + len(gradient))
         sums[:n, some] = (difference[:n].flatten(1) @ gradient.flatten(1).T).double().cpu() / steps
-        reader = some.stop
+        start = some.stop
     return sums
+
+
+def _with_gradients(
+    model: HookedKVTransformer, graph: Graph, pairs: Pairs, embedded: Float[Tensor, "pair pos d_model"]
+) -> tuple[Written, list[Float[Tensor, "reader pair pos d_model"]]]:
+    """What was written in one pass, and the gradients of the metric at every input, of those that read together."""
+    ran = Pass(model, graph)
+    with torch.enable_grad():
+        value = pairs.value(ran.logits(embedded.requires_grad_(), pairs.n_last)).sum()
+        found = torch.autograd.grad(value, ran.inputs, materialize_grads=True)
+    return torch.cat([y.detach() for y in ran.written]), list(found)
 
 
 class Faithfulness(NamedTuple):

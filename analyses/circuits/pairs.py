@@ -59,7 +59,7 @@ def read_pairs(model: HookedKVTransformer, graph: Graph, prompt: Any, corrupted:
             raise KVLensError(
                 f"metric: a function takes prompts of one length, got {sorted(set(lengths))}; pass (answers, rivals)"
             )
-        return [Pairs(*map(torch.stack, prompts), metric, None)]
+        return [Pairs(torch.stack(prompts[0]), torch.stack(prompts[1]), metric, None)]
     answers, rivals = _answers(model, metric, len(lengths))
     found = []
     for length in sorted(set(lengths)):
@@ -67,8 +67,8 @@ def read_pairs(model: HookedKVTransformer, graph: Graph, prompt: Any, corrupted:
         same = torch.tensor([i for i, n in enumerate(lengths) if n == length])
         for rows in same.split(max(1, 2 * NUMBERS_PER_PASS // numbers)):
             measure = logit_difference(answers[rows], rivals[rows])
-            tokens = (torch.stack([of[i] for i in rows.tolist()]) for of in prompts)
-            found.append(Pairs(*tokens, measure, 1))
+            clean, other = (torch.stack([of[i] for i in rows.tolist()]) for of in prompts)
+            found.append(Pairs(clean, other, measure, 1))
     return found
 
 
