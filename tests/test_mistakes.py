@@ -46,6 +46,14 @@ def replaced():
 
 
 MISTAKES = {
+    "corrupted prompts of another length": (
+        lambda: analyses.circuit(softmax(), PROMPT, "The widget", (3, 5)),
+        "corrupted: prompt 0 has 5 tokens, and its clean one 18; replace words by others of as many tokens",
+    ),
+    "a metric that is one number for all": (
+        lambda: analyses.circuit(softmax(), PROMPT, PROMPT, lambda logits: logits.mean()),
+        "metric: expected a tensor of one finite number for each of 1 pairs, got tensor(",
+    ),
     "tokens as a list, not a tensor": (
         lambda: linear()([[1, 2, 3]]),
         "forward: expected a string, a list of strings, or token ids as a tensor [pos] or [batch, pos], got [[1, 2, 3]]",

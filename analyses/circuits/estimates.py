@@ -77,7 +77,7 @@ class Circuit:
         nodes = [*self.graph.writers, (self.model.cfg.n_layers, NO_HEAD)]
         return NODES.frame(
             {
-                "node": [_name(*of, self.model.cfg.n_layers) for of in nodes],
+                "node": [_name(layer, head, self.model.cfg.n_layers) for layer, head in nodes],
                 "layer": [layer for layer, _ in nodes],
                 "head": [head for _, head in nodes],
                 "estimate": [*self.estimates.sum(dim=1).tolist(), float("nan")],
@@ -101,7 +101,7 @@ class Circuit:
         n = self.model.cfg.n_layers
         return EDGES.frame(
             {
-                "writer": [_name(*of, n) for of in wrote],
+                "writer": [_name(layer, head, n) for layer, head in wrote],
                 "reader": [_name(of.layer, of.head, n) for of in read],
                 "input": [of.input for of in read],
                 "writer_layer": [layer for layer, _ in wrote],

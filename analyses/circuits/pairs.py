@@ -90,7 +90,7 @@ def _answers(model: HookedKVTransformer, metric: Any, n: int) -> list[Int[Tensor
     for name, given in zip(("answer", "rival"), metric, strict=True):
         for_all = isinstance(given, str | int) or (isinstance(given, Tensor) and given.dim() == 0)
         listed = [given] * n if for_all else list(given)
-        each = [answer_tokens(model, name, int(one) if isinstance(one, Tensor) else one) for one in listed]
+        each = [answer_tokens(model, name, one.reshape(-1) if isinstance(one, Tensor) else one) for one in listed]
         if len(each) != n or any(len(tokens) != 1 for tokens in each):
             raise KVLensError(
                 f"metric: expected one {name} of a single token for each of {n} pairs, got {len(each)} of "

@@ -10,7 +10,7 @@ from kvlens.analyses.circuits.estimates import SHARES
 from precision import LAW, relative_error
 from small_models import shared, sharp
 
-from kvlens import KVLensError, convert_prompt
+from kvlens import convert_prompt
 from kvlens.analyses import circuit, faithfulness
 
 MODELS = [
@@ -305,41 +305,3 @@ def test_under_a_bias_it_is_the_circuit_behind_its_prompt():
         whole, empty = found.measured(found.graph.edges, ~found.graph.edges)
         expected = everything(model(CLEAN)), everything(model(CORRUPTED))
     assert relative_error(whole, expected[0]) < LAW and relative_error(empty, expected[1]) < LAW
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (dict(corrupted=CORRUPTED[:, :7]), "prompt 0 has 7 tokens, and its clean one 8"),
-        (dict(corrupted=CORRUPTED[:2]), "a prompt for each of 3 clean ones, got 2"),
-        (
-            dict(prompt=UNEQUAL[0], corrupted=UNEQUAL[1], metric=everything),
-            "of one length",
-        ),
-        (dict(metric=lambda logits: logits.sum()), "one finite number for each of 3 pairs"),
-        (dict(metric=lambda logits: logits[:, -1, 0] * torch.nan), "one finite number for each of 3 pairs"),
-        (dict(metric="logits"), r"a function of logits, or \(answers, rivals\)"),
-        (dict(metric=(ANSWERS[:2], RIVALS)), "one answer of a single token for each of 3 pairs"),
-        (dict(model="softmax, norms behind heads"), "its norms stand behind heads and MLPs"),
-        (dict(model="softmax, shortformer"), "shortformer"),
-        (dict(model="gqa, augmented keys"), "augmented from the stream"),
-    ],
-    ids=str,
-)
-def test_what_would_be_another_circuit_is_refused(given, message):
-    given = {"prompt": CLEAN, "corrupted": CORRUPTED, "metric": (ANSWERS, RIVALS), **given}
-    name = given.pop("model", "softmax, learned")
-    model = shared("augmented keys" if "augmented" in name else name)
-    with pytest.raises(KVLensError, match=message):
-        circuit(model, **given)
-
-
-def test_sizes_that_no_circuit_has_are_refused():
-    found = circuit(shared("softmax, learned"), CLEAN, CORRUPTED, (ANSWERS, RIVALS), method="eap")
-    with pytest.raises(KVLensError, match="at most 151"):
-        found.keep(152)
-    with pytest.raises(KVLensError, match="size"):
-        found.keep(1.5)
-    same = circuit(found.model, CLEAN, CLEAN, (ANSWERS, RIVALS), method="eap")
-    with pytest.raises(KVLensError, match="alike: nothing to be kept"):
-        faithfulness(same)

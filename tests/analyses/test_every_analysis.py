@@ -92,6 +92,10 @@ def reading(model, prompt, text, other, *, answer, **target):
     return analyses.reading_layers(model, prompt, text, answer=answer, without=["widget is purple"])
 
 
+def circuit(model, prompt, other, *, answer, rival):
+    return analyses.circuit(model, prompt, other, (answer, rival)).keep(9).edges
+
+
 def contributions(model, prompt, text, other, **target):
     """Of the prompt's bias, as in a batch."""
     if not isinstance(prompt, KVBias):
@@ -107,6 +111,7 @@ IN_A_BATCH = {  # name of the analysis, and what else -> its options on the comm
     "bias_effects": (dict(methods=",".join(METHODS), parts=""), effects),
     **{f"bias_positions, {at}": (dict(by="source", at=at), positions(at)) for at in ("together", "last", "each")},
     "bias_interactions": ({}, lambda model, prompt, text, other, **target: analyses.bias_interactions(model, prompt, text)),
+    "circuit": (dict(size=9), lambda model, prompt, text, other, **target: circuit(model, prompt, other, **target)),
     "composition": (dict(kinds="K"), lambda model, *given, **target: analyses.composition(model, kinds=["K"])),
     "layer_contributions": (dict(per_head=True), contributions),
     "reading_layers": ({}, reading),

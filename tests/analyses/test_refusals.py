@@ -17,7 +17,7 @@ from kvlens.dual import DualLayer, DualModel
 pytestmark = pytest.mark.unhooked  # the messages are kvlens' own
 
 PROMPT, OTHER, TEXT, SPAN = tokens(7), tokens(7, seed=5), tokens(5, seed=1), (2, 5)
-LONGER = tokens(9)
+LONGER, PAIRS = tokens(9), tokens(14).reshape(2, 7) % 15
 
 
 linear = functools.partial(shared)
@@ -76,6 +76,10 @@ def errors(prompt=PROMPT, text=TEXT, **given):
 
 def verdicts(**given):
     return analyses.induction_verdicts(linear(), **given)
+
+
+def circuit(model=softmax, prompt=PAIRS, corrupted=PAIRS + 1, metric=(5, 7), **given):
+    return analyses.circuit(model(), prompt, corrupted, metric, **given)
 
 
 def under_a_bias(f, *arguments):
@@ -169,6 +173,21 @@ REFUSED = [
     lambda: replaced({(3, 6): torch.tensor([1, 2, 3])}),
     lambda: replaced({(0, 2): tokens(2)}, analyses.attribution_by_edge),
     lambda: analyses.attribution_by_head(linear(), PROMPT, TEXT, by=[(0, 7)], answer=5, positions="closed"),
+    # circuits: pairs, what is measured on them, sizes
+    lambda: circuit(prompt=[]),
+    lambda: circuit(corrupted=PAIRS[:, :6]),
+    lambda: circuit(corrupted=PAIRS[:1]),
+    lambda: circuit(prompt=[PAIRS[0], PROMPT[:5]], corrupted=[PAIRS[1], PROMPT[:5]], metric=lambda x: x[:, -1, 0]),
+    *(lambda m=m: circuit(metric=m) for m in ((5,), "ab", (5, torch.tensor([1, 2, 3])), (5, [torch.tensor([1, 2]), 3]))),
+    *(lambda m=m: circuit(metric=m) for m in (lambda x: x.sum(), lambda x: x[:, -1, 0] * math.nan, lambda x: 1.0)),
+    *(
+        lambda row=row: circuit(functools.partial(sharp, row))
+        for row in ("softmax, norms behind heads", "softmax, shortformer")
+    ),
+    lambda: circuit(functools.partial(sharp, "augmented keys")),
+    *(lambda size=size: circuit(method="eap").keep(size) for size in (152, -1, 1.5)),
+    lambda: circuit(method="eap").keep(13, by="nodes"),
+    lambda: analyses.faithfulness(circuit(corrupted=PAIRS, method="eap")),
     lambda: removed([[(1, 5)]]),
     lambda: positions(at=[0, 5]),
     # what is no sum of heads and positions
