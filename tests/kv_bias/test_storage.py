@@ -181,6 +181,17 @@ def test_a_file_leaves_out_keys_without_a_weight(selected, batch, tmp_path):
     assert_same(KVBias.load(tmp_path / "again.safetensors"), ragged)
 
 
+def test_a_key_that_has_a_weight_or_a_value_alone_is_in_use(tmp_path):
+    ragged = with_budgets(bias())
+    b_kv, b_d = ragged.stacked("b_kv"), ragged.stacked("b_d")
+    b_kv[:, :, 0], b_d[:, :, 1] = 0, 0
+    changed = with_stacked(ragged, b_kv=b_kv, b_d=b_d)
+    assert [torch.equal(a.used, b.used) for a, b in zip(changed.attention, ragged.attention, strict=True)] == [True, True]
+    assert_same(changed.narrowed(), changed)
+    changed.save(tmp_path / "b")
+    assert_same(KVBias.load(tmp_path / "b"), changed)
+
+
 def test_a_bias_without_any_key_in_use_is_kept_too(tmp_path):
     nothing = bias().zero_like()
     nothing.save(tmp_path / "b.safetensors")
