@@ -17,7 +17,7 @@ out of them.
 the metric at the reader's input, summed over positions, and the mean over pairs. EAP takes the gradient at the clean prompt,
 EAP-IG the mean of those at z' + k / steps (z - z'), k = 1 .. steps, where z and z' are the embeddings of the two prompts. A
 node's estimate is the sum over its edges, which is that of its output: the gradient there is the sum of its readers'. An edge
-that hurts has a negative one.
+that hurts has a negative one. What it is in a run with the edge alone cut is its *metric_fall*.
 
 *Faithfulness.* f(k) = (m(circuit) - m(corrupted)) / (m(clean) - m(corrupted)), m the mean of the metric over pairs and k the
 share of edges (or nodes) in the circuit; CPR is the area under f, CMD that under |1 - f|, by trapezoids between the shares.

@@ -37,7 +37,11 @@ EDGES = Columns(
     writer_head=("int64", "query head; -1: no head"),
     reader_layer=("int64", "from 0; the number of layers: the logits"),
     reader_head=("int64", "query head for ``q``, key-value head for ``k`` and ``v``; -1: no head"),
-    estimate=("float64", "of the fall of the metric with this edge corrupted"),
+    estimate=("float64", "of metric_fall, to first order"),
+    metric_fall=(
+        "float64",
+        "of the metric, from the clean pass to one with this edge alone cut, mean over pairs; NaN where it was not run",
+    ),
     kept=("bool", "whether it is part of the circuit"),
 )
 FAITHFULNESS = Columns(
@@ -58,6 +62,7 @@ class Circuit:
         batches: the pairs of prompts.
         graph: who writes and reads.
         estimates: how much the metric falls with each edge cut, to first order; 0 where there is none.
+        falls: the same of those that were run; NaN elsewhere.
         kept: the edges of the circuit.
     """
 
@@ -65,6 +70,7 @@ class Circuit:
     batches: Sequence[Pairs] = field(repr=False)
     graph: Graph = field(repr=False)
     estimates: Float[Tensor, "writer reader"] = field(repr=False)
+    falls: Float[Tensor, "writer reader"] = field(repr=False)
     kept: Bool[Tensor, "writer reader"] = field(repr=False)
 
     @property
@@ -109,6 +115,7 @@ class Circuit:
                 "reader_layer": [of.layer for of in read],
                 "reader_head": [of.head for of in read],
                 "estimate": values,
+                "metric_fall": self.falls[writer, reader],
                 "kept": self.kept[writer, reader],
             }
         )
@@ -143,6 +150,14 @@ class Circuit:
             kept = torch.zeros_like(self.kept)
             kept[torch.cat([torch.zeros(1, dtype=torch.long), order[:n] + 1])] = True
         return replace(self, kept=self.graph.pruned(kept & self.graph.edges))
+
+    def confirmed(self, n: int) -> "Circuit":
+        """The same, with the falls of the ``n`` edges with the largest estimates (without sign), each cut alone in a run."""
+        order = self.estimates.abs().masked_fill(~self.graph.edges, -1).flatten().argsort(descending=True, stable=True)
+        cuts = [self.graph.edges.flatten().index_fill(0, one, False).view_as(self.kept) for one in order[:n].split(1)]
+        whole, *alone = self.measured(self.graph.edges, *cuts).mean(dim=1)
+        falls = self.falls.flatten().index_put((order[:n],), whole - torch.tensor(alone, dtype=torch.float64))
+        return replace(self, falls=falls.view_as(self.falls))
 
     def n_units(self, by: Counted) -> int:
         """All edges, or all heads and MLPs."""
@@ -184,6 +199,7 @@ def circuit(
     *,
     method: Literal["eap", "eap_ig"] = "eap_ig",
     steps: Annotated[int, Within(1)] = 5,
+    confirm: Annotated[int, Within(0)] = 0,
 ) -> Circuit:
     """Estimate how much every edge between the parts of a model carries of the difference between pairs of prompts.
 
@@ -195,6 +211,7 @@ def circuit(
             [pair, pos, d_vocab] that returns [pair], for pairs that all have the same length.
         method: ``eap`` or ``eap_ig``.
         steps: of the path between the two embeddings, for ``eap_ig``.
+        confirm: how many edges, those with the largest estimates (without sign), are run, each cut alone.
 
     Returns:
         The circuit of all edges. Its frame ``nodes`` has a row per node, and ``edges`` one per edge:
@@ -213,7 +230,9 @@ def circuit(
         for number, pairs in enumerate(batches):
             total += _estimates(model, graph, pairs, steps if method == "eap_ig" else 1)
             tell((number + 1) / len(batches))
-    return Circuit(model, batches, graph, total / sum(len(pairs.clean) for pairs in batches), graph.edges)
+    estimates = total / sum(len(pairs.clean) for pairs in batches)
+    found = Circuit(model, batches, graph, estimates, torch.full_like(total, torch.nan), graph.edges)
+    return found.confirmed(min(confirm, found.n_units("edges"))) if confirm else found
 
 
 def _check_model(model: HookedKVTransformer) -> None:
@@ -326,6 +345,7 @@ def faithfulness(
     options={
         "method": Option("of the estimates", choices=("eap", "eap_ig")),
         "steps": Option("between the two prompts, for eap_ig"),
+        "confirm": Option("how many edges are run, each cut alone"),
         "size": Option("how many edges are kept", value_type=int),
     },
 )
@@ -338,6 +358,7 @@ def edges_of_a_record(
     *,
     method: Literal["eap", "eap_ig"] = "eap_ig",
     steps: int = 5,
+    confirm: int = 0,
     size: int | None = None,
 ) -> pd.DataFrame:
     """All edges for one pair of prompts.
@@ -347,5 +368,5 @@ def edges_of_a_record(
 
         {columns}
     """
-    found = circuit(model, prompt, corrupted, (answer, rival), method=method, steps=steps)
+    found = circuit(model, prompt, corrupted, (answer, rival), method=method, steps=steps, confirm=confirm)
     return (found if size is None else found.keep(size)).edges

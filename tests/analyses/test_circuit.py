@@ -134,13 +134,19 @@ def test_a_circuit_is_the_models_own_pass_with_every_cut_edge_changed_by_a_hook(
     listed = list(where)
     last = {key[2]: key for key in listed}.values()  # one of each kind of input
     cuts = [{one} for one in last] + [{e for e in listed if torch.rand((), generator=generator) < 0.5} for _ in range(2)]
-    clean = everything(model(CLEAN))
+    clean, n, falls = everything(model(CLEAN)), 6, []
+    frame = found.confirmed(n).edges
+    cuts += [{edge} for edge in frame.loc[: n - 1, ["writer", "reader", "input"]].itertuples(index=False, name=None)]
     for cut in cuts:
         kept = found.graph.edges.clone()
         kept[tuple(torch.tensor([where[edge] for edge in cut]).T)] = False
         expected = everything(ByHooks(split, theirs.written, cut).run(CLEAN))
         assert relative_error(found.measured(kept)[0], expected) < LAW
         assert (expected - clean).norm() > 1e-6 * clean.norm() or len(cut) == 1
+        falls.append((clean - expected).mean())
+    found_falls = torch.tensor(frame["metric_fall"][:n].to_numpy())
+    assert relative_error(clean.mean() - found_falls, clean.mean() - torch.stack(falls[-n:])) < LAW
+    assert frame["metric_fall"][n:].isna().all() and min(map(abs, falls[-n:])) > 1e-3
 
 
 @pytest.mark.parametrize(("method", "steps"), [("eap", 5), ("eap_ig", 3)])
@@ -177,22 +183,18 @@ def test_estimates_are_gradients_at_each_input_times_the_writers_difference(name
 
 
 @pytest.mark.parametrize("method", ["eap", "eap_ig"])
-def test_estimates_are_the_effects_where_the_model_is_linear(method):
+def test_estimates_are_the_falls_where_the_model_is_linear(method):
     """Attention that is uniform, and no norms: every edge cut alone lowers the metric by its estimate, and those into the
     logits add up to the whole."""
     model = sharp("softmax, no norm, attention only", n_layers=3)
     for block in model.blocks:
         for parameter in (block.attn.W_Q, block.attn.W_K, block.attn.b_Q, block.attn.b_K):
             parameter.zero_()
-    found = circuit(model, CLEAN, CORRUPTED, (ANSWERS, RIVALS), method=method)
-    cuts = [found.graph.edges.clone() for _ in places(found)]
-    for kept, place in zip(cuts, places(found).values(), strict=True):
-        kept[place] = False
-    whole, *alone = found.measured(found.graph.edges, *cuts).mean(dim=1)
-    estimates = torch.stack([found.estimates[place] for place in places(found).values()])
-    assert relative_error(whole - torch.stack(alone), estimates) < LAW
-    values = found.edges.query("input in ('q', 'k')")["estimate"]
-    assert (values == 0).all() and (estimates.abs() > 1e-3).sum() > 20
+    found = circuit(model, CLEAN, CORRUPTED, (ANSWERS, RIVALS), method=method, confirm=10**6)
+    estimates, falls = (torch.tensor(found.edges[column].to_numpy()) for column in ("estimate", "metric_fall"))
+    assert relative_error(falls, estimates) < LAW and (estimates.abs() > 1e-3).sum() > 20
+    assert (found.edges.query("input in ('q', 'k')")["metric_fall"] == 0).all()
+    whole = found.measured(found.graph.edges).mean()
     corrupted = found.measured(~found.graph.edges).mean()
     of_logits = torch.tensor([found.edges.query("reader == 'logits'")["estimate"].sum()], dtype=torch.float64)
     assert relative_error(of_logits, (whole - corrupted)[None]) < LAW

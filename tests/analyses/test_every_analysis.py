@@ -93,7 +93,7 @@ def reading(model, prompt, text, other, *, answer, **target):
 
 
 def circuit(model, prompt, other, *, answer, rival):
-    return analyses.circuit(model, prompt, other, (answer, rival)).keep(9).edges
+    return analyses.circuit(model, prompt, other, (answer, rival), confirm=4).keep(9).edges
 
 
 def contributions(model, prompt, text, other, **target):
@@ -111,7 +111,7 @@ IN_A_BATCH = {  # name of the analysis, and what else -> its options on the comm
     "bias_effects": (dict(methods=",".join(METHODS), parts=""), effects),
     **{f"bias_positions, {at}": (dict(by="source", at=at), positions(at)) for at in ("together", "last", "each")},
     "bias_interactions": ({}, lambda model, prompt, text, other, **target: analyses.bias_interactions(model, prompt, text)),
-    "circuit": (dict(size=9), lambda model, prompt, text, other, **target: circuit(model, prompt, other, **target)),
+    "circuit": (dict(size=9, confirm=4), lambda model, prompt, text, other, **target: circuit(model, prompt, other, **target)),
     "composition": (dict(kinds="K"), lambda model, *given, **target: analyses.composition(model, kinds=["K"])),
     "layer_contributions": (dict(per_head=True), contributions),
     "reading_layers": ({}, reading),
