@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pandas as pd
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.checks import Within, checked
+from kvlens.errors import brief
 
 from ..declaration import Columns, Field, Option, analysis, tokens_field
 from ..logit_attribution import NO_HEAD
@@ -324,6 +326,8 @@ def faithfulness(
     Raises:
         KVLensError: as :meth:`Circuit.keep` and :func:`circuit`; a metric that is the same on both prompts.
     """
+    if len(shares) < 2 or any(low >= high for low, high in pairwise(shares)):
+        raise KVLensError(f"shares: expected at least two, in ascending order, to have areas between them, got {brief(shares)}")
     found = found if pairs is None else replace(found, batches=read_pairs(found.model, found.graph, *pairs))
     circuits = [found.keep(float(share), by=by, absolute=absolute).kept for share in shares]
     clean, corrupted, *values = found.measured(found.graph.edges, torch.zeros_like(found.kept), *circuits).mean(dim=1).tolist()

@@ -188,6 +188,7 @@ REFUSED = [
     *(lambda size=size: circuit(method="eap").keep(size) for size in (152, -1, 1.5)),
     lambda: circuit(method="eap").keep(13, by="nodes"),
     lambda: analyses.faithfulness(circuit(corrupted=PAIRS, method="eap")),
+    *(lambda shares=shares: analyses.faithfulness(circuit(method="eap"), shares) for shares in ([1.0], [0.5, 0.1])),
     lambda: removed([[(1, 5)]]),
     lambda: positions(at=[0, 5]),
     # what is no sum of heads and positions
