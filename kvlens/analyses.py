@@ -1,11 +1,7 @@
 """Analyses of kvlens models: functions that return a tidy DataFrame, built only on kvlens' public names.
 
 Folders are organized by subject: :mod:`~kvlens.analyses.attribution` (which unit of a prompt made the model say it),
-<<<<<<< ours
 :mod:`~kvlens.analyses.bias` (a converted prompt), :mod:`~kvlens.analyses.circuits` (what reads what) and
-=======
-:mod:`~kvlens.analyses.bias` (a converted prompt), :mod:`~kvlens.analyses.circuits` (what reads what),
->>>>>>> theirs
 :mod:`~kvlens.analyses.heads`; files are :mod:`~kvlens.analyses.logit_attribution` (the residual stream),
 :mod:`~kvlens.analyses.readings` (the predictions),
 :mod:`~kvlens.analyses.dual` (a head as a step of learning) and :mod:`~kvlens.analyses.state` (what recurrent layers keep).

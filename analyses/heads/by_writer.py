@@ -46,7 +46,7 @@ WHY = Columns(
     contrast_run=("float64", "how much lower the contrast is in a run without what this writer wrote; NaN where not run"),
     score_run=("float64", "the same of the score"),
     attention_run=("float64", "the same of the attention"),
-    query_position=("int64", "in prompt and text together, from 0; the keys of a bias are counted first"),
+    position=("int64", "in prompt and text together, from 0; the keys of a bias are counted first"),
     query_token=("str", "the token that attends"),
     key_position=("int64", "counted in the same way"),
     key_token=("str", "the token that is attended to"),
@@ -124,7 +124,7 @@ def why_attends(
         seen, by = (f"position {at} ({read.texts[at]!r})" for at in (j, read.query))
         raise KVLensError(f"key: {seen} is not seen from {by}: it comes later, is outside this layer's window, or weighs 0")
     names, weights, pairs = _pairs(read, j)
-    asked = {"query_position": read.query, "query_token": read.texts[read.query], "key_position": j, "key_token": read.texts[j]}
+    asked = {"position": read.query, "query_token": read.texts[read.query], "key_position": j, "key_token": read.texts[j]}
     frames = []
     for side, parts in (("key", pairs.sum(dim=1)), ("query", pairs.sum(dim=2)), ("pair", pairs.flatten(1))):
         order, falls = _by_size(parts), torch.full((3, parts.shape[1]), torch.nan, dtype=torch.float64)
@@ -198,7 +198,7 @@ COPIED = Columns(
         "float64",
         "how much lower the logit is in a run without what this writer wrote in the values; NaN where not run",
     ),
-    query_position=("int64", "counted like keys"),
+    position=("int64", "counted like keys"),
     query_token=("str", "the token that attends"),
     answer=("str", "the token whose logit it is"),
 )
@@ -281,7 +281,7 @@ def what_is_copied(
                     "attention": attention.sum().expand(len(at)) if side == "writer" else attention[at],
                     **dict(zip(("logit", "share"), parts[:, order], strict=True)),
                     "logit_run": falls[order] if side == "writer" else math.nan,
-                    **{"query_position": read.query, "query_token": read.texts[read.query]},
+                    **{"position": read.query, "query_token": read.texts[read.query]},
                     "answer": token_texts(model, target.tokens)[0],
                 }
             )

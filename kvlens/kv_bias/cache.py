@@ -26,7 +26,6 @@ from kvlens.errors import KVLensError, brief
 from kvlens.kv_bias.features import VirtualKeys
 from kvlens.kv_bias.fields import Fingerprint
 from kvlens.kv_bias.fit import edited
-from kvlens.kv_bias.kv_bias import KVBias
 from kvlens.kv_bias.layers import Keys, Layer
 from kvlens.ops.softmax_attention import ExtraKeys
 
@@ -184,8 +183,8 @@ READ = (DynamicLayer, DynamicSlidingWindowLayer, BiasLayer)
 """What a cache's layers may be: classes derived from them hold rounded keys, or more than keys."""
 
 
-def bias_of(model: Any, cache: Any, positions: Any, n_tokens: int | None) -> KVBias:
-    """See :meth:`kvlens.KVBias.from_cache`."""
+def fields_of_cache(model: Any, cache: Any, positions: Any, n_tokens: int | None) -> dict[str, Any]:
+    """The fields of a bias; see :meth:`kvlens.KVBias.from_cache`."""
     f = model.fingerprint()
     _refuse_models_without("from_cache: a cache of Transformers is no bias of this model", f, model.cfg.attention == "hybrid")
     held = _checked_layers(cache, f)
@@ -198,9 +197,8 @@ def bias_of(model: Any, cache: Any, positions: Any, n_tokens: int | None) -> KVB
     device = held[0].keys.device
     layers = [Layer.of_keys(part.map(lambda x: x.to(device)), of[0]) for part, of in zip(parts, f.heads, strict=True)]
     record = None if is_whole else edited(None, "taken from a cache")
-    bias = KVBias(tuple(layers), n, n, f, record, single=len(held[0].keys) == 1)
-    bias.check_finite("from_cache")
-    return bias
+    counts = {"n_prompt_tokens": n, "position_offset": n, "single": len(held[0].keys) == 1}
+    return {"layers": tuple(layers), "fingerprint": f, "record": record, **counts}
 
 
 def _checked_layers(cache: Any, f: Fingerprint) -> list[Any]:

@@ -447,9 +447,11 @@ class KVBias:
             KVLensError: a cache of another class (static, quantized) or of other sizes than the model's; one that is not
                 whole, without positions; positions of another number of keys; a model whose keys Transformers does not cache.
         """
-        from kvlens.kv_bias.cache import bias_of
+        from kvlens.kv_bias.cache import fields_of_cache  # which imports Transformers
 
-        return bias_of(model, cache, positions, n_tokens)
+        bias = cls(**fields_of_cache(model, cache, positions, n_tokens))
+        bias.check_finite("from_cache")
+        return bias
 
     def zero_like(self) -> "KVBias":
         """A bias of zeros, including the shift state: the model's own behavior, at this bias's position offset."""

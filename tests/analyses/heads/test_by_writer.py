@@ -324,7 +324,7 @@ def test_words_and_positions_name_tokens():
     assert by_word["query_token"][0].strip() in "green"
     assert by_word["key_token"][0].strip() in "purple"
     same = why_attends(
-        model, WORDS, NEXT_WORDS, 1, 2, query=int(by_word["query_position"][0]) - len(both), key=int(by_word["key_position"][0])
+        model, WORDS, NEXT_WORDS, 1, 2, query=int(by_word["position"][0]) - len(both), key=int(by_word["key_position"][0])
     )
     pd.testing.assert_frame_equal(by_word, same)
     record = Record("a", WORDS, NEXT_WORDS)
@@ -332,6 +332,6 @@ def test_words_and_positions_name_tokens():
     pd.testing.assert_frame_equal(by_word, run)
     most = why_attends(model, WORDS, NEXT_WORDS, 1, 2)
     read = head_by_writer(model, WORDS, NEXT_WORDS, 1, 2, None)
-    assert most["query_position"][0] == len(both) - 1
+    assert most["position"][0] == len(both) - 1
     assert most["key_position"][0] == int(read.attention(read.own_scores).argmax())
     assert what_is_copied.analysis.run(model, Record("a", WORDS), layer=1, head=2)["answer"].notna().all()
