@@ -106,7 +106,7 @@ def _alone(biases: Sequence[KVBias], number: int) -> KVBias:
     """One of the biases in the features of all."""
     own, weights = biases[number], [float(i == number) for i in range(len(biases))]
     sums = combine(*biases, weights=weights, shift_state="first")
-    layers = [replace(layer.with_state_of(mine), last=mine.last) for layer, mine in zip(sums.layers, own.layers, strict=True)]
+    layers = [replace(layer, last=mine.last) for layer, mine in zip(sums.layers, own.layers, strict=True)]
     n, offset = own.n_prompt_tokens, own.position_offset
     return replace(sums, layers=tuple(layers), record=sums.fit, n_prompt_tokens=n, position_offset=offset)
 

@@ -138,6 +138,16 @@ def test_the_convolution_is_replaced_with_all_heads_of_its_layer(bridge_of):
     assert table["kl"].tolist() == pytest.approx(expected, abs=LAW)
 
 
+def test_a_head_of_a_state_beside_attention_is_selected_alone(bridge_of):
+    bias = convert_prompt(bridge_of("falcon_h1"), PROMPT)
+    first = bias.first_state_head(0)
+    one = bias.select(heads=[(0, first + 1)]).layers[0]
+    assert torch.equal(one.state.b_kv[:, 1], bias.layers[0].state.b_kv[:, 1])
+    assert not one.state.b_kv[:, 0].any() and not one.state.b_kv[:, 2:].any() and not one.attention.b_kv.any()
+    attention = bias.select(heads=[(0, head) for head in range(first)]).layers[0]
+    assert not attention.state.b_kv.any() and attention.attention.b_kv.any()
+
+
 def test_arithmetic_selection_and_files(model, tmp_path):
     a, b = convert_prompt(model, PROMPT), convert_prompt(model, some_tokens(2, N_PROMPT, seed=2))
     total = a + 0.5 * b
@@ -150,9 +160,9 @@ def test_arithmetic_selection_and_files(model, tmp_path):
     heads = a.layers[0].state.n_heads
     one = a.select(layers=[1], heads=[(2, 2)])
     others = [head for head in range(heads) if head != 2]
-    state, whole = one.stacked("state"), a.per_query_head()
+    state = one.stacked("state")
     assert torch.equal(state[1, :, 2], a.stacked("state")[1, :, 2]) and not state[:, :, others].any()
-    assert torch.equal(one.stacked("b_kv"), whole.stacked("b_kv")) and torch.equal(one.stacked("conv"), a.stacked("conv"))
+    assert torch.equal(one.stacked("b_kv"), a.stacked("b_kv")) and torch.equal(one.stacked("conv"), a.stacked("conv"))
     rest = a.select(layers=[0], heads=[(2, head) for head in others])
     assert torch.equal(state + rest.stacked("state"), a.stacked("state"))
     with pytest.raises(IndexError):

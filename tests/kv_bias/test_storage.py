@@ -353,6 +353,9 @@ def test_batches_of_layers_of_unlike_widths(rotary):
     both = KVBias.batch([a.narrowed().repeat(1), b.narrowed().repeat(1)])
     assert relative_error(logits_under(rotary, both, text.repeat(2, 1)), expected) < LAW
     assert relative_error(logits_under(rotary, both.select_prompt(1), text), expected[1:]) < LAW
+    one_head = b.select(heads=[(1, 2)])  # which has a row for each query head
+    mixed, expected = KVBias.batch([a, one_head]), torch.cat([expected[:1], logits_under(rotary, one_head, text)])
+    assert relative_error(logits_under(rotary, mixed, text.repeat(2, 1)), expected) < LAW
 
 
 @torch.no_grad()
