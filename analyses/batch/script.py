@@ -237,6 +237,9 @@ def _description(analysis: "Analysis") -> str:
 def _example(analysis: "Analysis", prog: str) -> str:
     """A command, and the line of PROMPTS that it needs."""
     model = "facts-hybrid" if HOOKED in NOT_ON.get(analysis.name, {}) else "facts-linear"
+    of_a_head = ""
+    if {"layer", "head"} <= analysis.options.keys():  # which only softmax attention has
+        model, of_a_head = "facts-gpt2", " --layer 1 --head 0"
     if not analysis.inputs:
         return f"  {prog} --model {model} --out table.parquet"
     held = {
@@ -247,7 +250,7 @@ def _example(analysis: "Analysis", prog: str) -> str:
     line = json.dumps({**held, "case": 1})
     return (
         f"For instance, with prompts.jsonl of lines like this one (case is a field of your own):\n\n  {line}\n\n"
-        f"  {prog} prompts.jsonl --model {model} --out table.parquet"
+        f"  {prog} prompts.jsonl --model {model}{of_a_head} --out table.parquet"
     )
 
 
