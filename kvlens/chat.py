@@ -244,7 +244,7 @@ def _named(section: _Section) -> str:
 
 
 def _checked(messages: Any) -> Messages:
-    given = messages if isinstance(messages, Sequence) and len(messages) else [messages]
+    given = messages if isinstance(messages, Sequence) and len(messages) else [[messages]]  # one dict is no list of them
     return [_checked_message(i, message, len(given)) for i, message in enumerate(given, start=1)]
 
 
