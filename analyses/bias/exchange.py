@@ -266,16 +266,16 @@ class HeadExchange(Exchange):
     ) -> KVBias:
         """A batch of biases; ``donor`` is the number of each row's, None for the first; see :meth:`Exchange.biases`."""
         exchanged = chosen != keep
-        layers = []
-        for layer, part_of, donors in zip(self.own.layers, self._part_of, self._donors, strict=True):
+        whole, layers = self.own.repeat(len(chosen)), []
+        for layer, part_of, donors in zip(whole.layers, self._part_of, self._donors, strict=True):
             tensors, mixed = layer.tensors(), {}
             for name, numbers in part_of.items():
                 taken = exchanged[:, numbers].to(tensors[name].device)
                 taken = taken.reshape(*taken.shape, *[1] * (tensors[name].dim() - taken.dim()))
                 given = donors[name][:1] if donor is None else donors[name][donor.to(donors[name].device)]
                 mixed[name] = torch.where(taken, given, tensors[name])
-            layers.append(layer.rows(lambda x: x.expand(len(chosen), *x.shape[1:])).with_tensors(mixed))
-        return self.own.repeat(len(chosen)).with_layers(layers)
+            layers.append(layer.with_tensors(mixed))
+        return whole.with_layers(layers)
 
     def logits(
         self,

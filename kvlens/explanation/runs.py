@@ -109,7 +109,7 @@ def responses(model: KVModel, prompts: Sequence[Int[Tensor, " _"]], n_most: int,
         n_most: tokens of a response.
         ends: a response also ends with a token that ends so.
     """
-    biases = KVBias.batch([convert_prompt(model, prompt[:-1]).repeat(1) for prompt in prompts])
+    biases = KVBias.batch([convert_prompt(model, prompt[:-1]) for prompt in prompts])
     last = torch.stack([prompt[-1:] for prompt in prompts])
     nothing, none = last.new_zeros(len(prompts), 0), torch.zeros(len(prompts), dtype=torch.long)
     return greedy(model, biases, last, nothing, none, n_most, is_end(model, ends))
