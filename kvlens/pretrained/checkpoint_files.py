@@ -39,6 +39,19 @@ BUFFER = re.compile(
 """Tensors that some files hold although they follow from the configuration: masks, positions, rotary frequencies."""
 
 
+def begins_with(path: Path, magic: bytes) -> bool:
+    """Whether a file's first bytes are those of a format.
+
+    Raises:
+        KVLensError: a file that cannot be read.
+    """
+    try:
+        with path.open("rb") as file:
+            return file.read(len(magic)) == magic
+    except OSError as error:
+        raise KVLensError(f"load: cannot read {path}: {error.strerror}; give a file that can be read") from error
+
+
 def check_checkpoint(door: str, folder: Path) -> int:
     """Raise KVLensError unless Transformers may be given a folder in Hugging Face's format.
 

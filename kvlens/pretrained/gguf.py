@@ -28,7 +28,7 @@ from transformers.utils import is_gguf_available, logging
 
 from kvlens.errors import KVLensError, brief, first_line, warn
 from kvlens.files import check_regular
-from kvlens.pretrained.checkpoint_files import check_counts, check_positions
+from kvlens.pretrained.checkpoint_files import begins_with, check_counts, check_positions
 from kvlens.pretrained.transformers_model import read_config, read_model
 from kvlens.tokenizer import with_bos_in_front
 
@@ -75,13 +75,7 @@ class Header(NamedTuple):
 
 def is_gguf(path: Path) -> bool:
     """Whether a regular file is of this format, by its first bytes or its name."""
-    if not path.is_file():
-        return False
-    try:
-        with path.open("rb") as file:
-            return file.read(4) == MAGIC or path.suffix == ".gguf"
-    except OSError as error:
-        raise KVLensError(f"load: cannot read {path}: {error.strerror}; give a file that can be read") from error
+    return path.is_file() and (begins_with(path, MAGIC) or path.suffix == ".gguf")
 
 
 def read_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

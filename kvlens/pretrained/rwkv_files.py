@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvlens.errors import KVLensError, brief, first_line
 from kvlens.files import check_regular, read_json
-from kvlens.pretrained.checkpoint_files import check_checkpoint, check_known_ranges, read_tensors
+from kvlens.pretrained.checkpoint_files import begins_with, check_checkpoint, check_known_ranges, read_tensors
 from kvlens.pretrained.rwkv import FAST_MIXES, MIXED, Rwkv56Config, Rwkv56ForCausalLM
 from kvlens.pretrained.transformers_model import check_size
 from kvlens.tokenizer import for_transformer_lens, read_tokenizer
@@ -81,13 +81,7 @@ class Sizes(NamedTuple):
 
 def is_rwkv_cpp(path: Path) -> bool:
     """Whether a regular file is one of rwkv.cpp, by its first bytes."""
-    if not path.is_file():
-        return False
-    try:
-        with path.open("rb") as file:
-            return file.read(4) == MAGIC
-    except OSError as error:
-        raise KVLensError(f"load: cannot read {path}: {error.strerror}; give a file that can be read") from error
+    return path.is_file() and begins_with(path, MAGIC)
 
 
 def read_rwkv_cpp(path: Path, dtype: torch.dtype) -> tuple[Rwkv56ForCausalLM, PreTrainedTokenizerFast | None]:
