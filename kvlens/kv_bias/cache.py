@@ -53,24 +53,16 @@ def cache_of(bias: Any) -> DynamicCache:
 
 def _refuse_what_no_cache_holds(bias: Any) -> None:
     """Raise KVLensError with the reason where Transformers' cache cannot hold a bias."""
-    recurrent = any(layer.state is not None for layer in bias.layers)
-    _refuse_models_without("to_cache: this bias cannot be a cache of Transformers", bias.fingerprint, recurrent)
+    what = "to_cache: this bias cannot be a cache of Transformers"
+    _refuse_models_without(what, bias.fingerprint, any(layer.state is not None for layer in bias.layers))
     virtual, offsets = bias.kind == "virtual_keys", torch.as_tensor(bias.position_offset)
     by_query_head = virtual and any(part.n_heads != part.n_kv_heads for part in bias.attention)
     reasons = [
         (not virtual, "its features are no keys; convert with a method that keeps or fits keys, such as landmark"),
-        (
-            by_query_head,
-            "query heads of a group read different keys, since single heads were selected; select layers",
-        ),
-        (
-            bool((offsets != offsets.flatten()[0]).any()),
-            "its prompts differ in length; select_prompt takes one",
-        ),
+        (by_query_head, "query heads of a group read different keys, since single heads were selected; select layers"),
+        (bool((offsets != offsets.flatten()[0]).any()), "its prompts differ in length; select_prompt takes one"),
     ]
-    for is_refused, reason in reasons:
-        if is_refused:
-            raise KVLensError(f"to_cache: this bias cannot be a cache of Transformers: {reason}")
+    _refuse(what, reasons)
 
 
 def _refuse_models_without(what: str, f: Fingerprint, recurrent: bool) -> None:
@@ -87,8 +79,13 @@ def _refuse_models_without(what: str, f: Fingerprint, recurrent: bool) -> None:
             "load the model with kvlens.load, or with HookedKVTransformer.from_pretrained_no_processing, and convert again",
         ),
     ]
-    for is_refused, reason in reasons:
-        if is_refused:
+    _refuse(what, reasons)
+
+
+def _refuse(what: str, reasons: Sequence[tuple[bool, str]]) -> None:
+    """Raise KVLensError with the first reason that holds."""
+    for holds, reason in reasons:
+        if holds:
             raise KVLensError(f"{what}: {reason}")
 
 
