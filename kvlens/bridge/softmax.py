@@ -32,6 +32,7 @@ from kvlens.bridge.keywords import cache_among, with_cache
 from kvlens.bridge.native import NAME, NATIVE_POINTS, OWNER, VALUES_HOOK
 from kvlens.components import LayerBias, Normalizers, Remembered, is_hooked
 from kvlens.kv_bias import Features, Keys, KVBias
+from kvlens.kv_bias.features import in_use
 from kvlens.model.protocol import Form, HeadMatrices, Part, ReadPoint
 from kvlens.ops.softmax_attention import ScaledFeatures, ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule, distance_scores, scaled_exp, virtual_key_scores
@@ -379,7 +380,7 @@ class SoftmaxLayer(Part):
             group = n_heads // self.sizes.n_kv_heads
             of_group = rearrange(logs, "b (k g) pos (of r) -> b k g pos of r", g=group, of=group)
             logs = rearrange(of_group.diagonal(dim1=2, dim2=4), "b k pos r g -> b (k g) pos r")
-        used = ((bias.b_d != 0) | (bias.b_kv != 0).any(dim=-1)).repeat_interleave(n_heads // bias.b_d.shape[1], dim=1)
+        used = in_use(bias.b_kv, bias.b_d).repeat_interleave(n_heads // bias.b_d.shape[1], dim=1)
         phi = scaled_exp(logs.transpose(1, 2), used)
         log_scale = bias.log_scale.to(wide).repeat_interleave(n_heads // bias.log_scale.shape[1], dim=1)
         return phi._replace(log_scale=phi.log_scale + log_scale[:, None])

@@ -41,6 +41,11 @@ Used = Bool[Tensor, "#batch head d_phi"]
 LogFeatures = Float[Tensor, "batch pos head d_phi"]
 
 
+def in_use(b_kv: Float[Tensor, "*lead d_phi d_head"], b_d: Float[Tensor, "*lead d_phi"]) -> Bool[Tensor, "*lead d_phi"]:
+    """True where a key, or a feature, has a weight or a value."""
+    return (b_d != 0) | (b_kv != 0).any(dim=-1)
+
+
 @dataclass(frozen=True, eq=False)
 class SoftmaxFeatures(ABC):
     """One kind of features, for every key-value head of a layer."""
@@ -89,7 +94,7 @@ class SoftmaxFeatures(ABC):
         heads = q.shape[2]
         used = None
         if not bool((b_d != 0).all()):
-            used = ((b_d != 0) | (b_kv != 0).any(dim=-1)).repeat_interleave(heads // b_d.shape[1], dim=1)
+            used = in_use(b_kv, b_d).repeat_interleave(heads // b_d.shape[1], dim=1)
         phi = self.of_queries(q, rule, positions, used)
         stored = log_scale.to(q).repeat_interleave(heads // log_scale.shape[1], dim=1)
         return ScaledFeatures(phi.features, phi.log_scale + stored[:, None])

@@ -112,6 +112,10 @@ class KVBias:
     def _each(self, change: Callable[[Layer], Layer], record: BiasFit | None, **changed: Any) -> "KVBias":
         return replace(self, layers=tuple(map(change, self.layers)), record=record, **changed)
 
+    def _counts(self, change: Callable[[Tensor], Any]) -> dict[str, Any]:
+        """The counts that prompts have one each of, with ``change`` applied."""
+        return {name: change(value) for name in COUNTS if isinstance(value := getattr(self, name), Tensor)}
+
     @property
     def attention(self) -> list[Any]:
         """The parts of the layers with attention, in order: all :class:`~kvlens.kv_bias.State`, :class:`~kvlens.kv_bias.Keys`
@@ -132,15 +136,17 @@ class KVBias:
             name: "b_kv", "b_d", "last_k", "last_v", "last_q"; of softmax attention "log_scale" and "keys", "distance" or the
                 names of other features; "state" and "conv" of recurrent layers.
         """
-        most = self.d_phi if self.kind == "virtual_keys" else 0
-        layers = [layer.of_attention(lambda part: part.widened(most)) if most else layer for layer in self.layers]
-        found = [layer.tensors()[name] for layer in layers if name in layer.tensors()]
+        layers: Sequence[Layer] = self.layers
+        if name == "distance" and self.kind == "virtual_keys":  # keys that a layer lacks are at distance 1
+            layers = [layer.of_attention(lambda part: part.widened(self.d_phi)) for layer in layers]
+        every = [layer.tensors() for layer in layers]
+        found = [tensors[name] for tensors in every if name in tensors]
         if found:
             return padded([x[0] for x in found] if self.single else found)
         free = [part.features.tensors() for part in self.attention if isinstance(part, Features)]
         if free and name in free[0]:
             return padded([tensors[name] for tensors in free])
-        known = dict.fromkeys(n for layer in layers for n in layer.tensors())
+        known = dict.fromkeys(n for tensors in every for n in tensors)
         raise KVLensError(f"stacked: this bias has no {name!r}; it has {', '.join(known)}")
 
     def tensors(self) -> dict[tuple[int, str], Tensor]:
@@ -260,10 +266,9 @@ class KVBias:
             check_holds("KVBias.to", moved, tensor)
             return moved
 
-        counts = {name: value for name in COUNTS if isinstance(value := getattr(self, name), Tensor)}
-        counts = {} if to_dtype else {name: value.to(device_or_dtype) for name, value in counts.items()}
-        moved = self._each(lambda layer: layer.map(move), self.fit, **counts)
-        return replace(moved, record=after_rounding(self, moved.dtype)) if to_dtype else moved
+        fit = after_rounding(self, device_or_dtype) if to_dtype else self.fit  # type: ignore[arg-type]
+        counts = {} if to_dtype else self._counts(lambda value: value.to(device_or_dtype))
+        return self._each(lambda layer: layer.map(move), fit, **counts)
 
     def detach(self) -> "KVBias":
         """The same bias, detached from the graph that ``convert_prompt(..., detach=False)`` kept."""
@@ -275,7 +280,7 @@ class KVBias:
         if self.single:
             raise KVLensError("select_prompt: this bias holds a single prompt, without a batch axis")
         index = range(self.n_rows)[index]
-        counts = {name: int(value[index]) for name in COUNTS if isinstance(value := getattr(self, name), Tensor)}
+        counts = self._counts(lambda value: int(value[index]))
         fit = None if self.fit is None else self.fit.select_prompt(index)
         return self._each(lambda layer: layer.rows(lambda x: x[index : index + 1]), fit, single=True, **counts)
 
@@ -292,8 +297,7 @@ class KVBias:
     @checked
     def select_prompts(self, rows: Int[Tensor, " row"]) -> "KVBias":
         """Some prompts of a batch, repetitions allowed, as a batch."""
-        counts = {name: value[rows] for name in COUNTS if isinstance(value := getattr(self, name), Tensor)}
-        fit = since(self.fit, "prompts selected")
+        fit, counts = since(self.fit, "prompts selected"), self._counts(lambda value: value[rows])
         return self._each(lambda layer: layer.rows(lambda x: x[rows.to(x.device)]), fit, **counts)
 
     @staticmethod

@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys
+from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys, in_use
 from kvlens.ops.softmax_attention import ExtraKeys, ScaledFeatures
 from kvlens.ops.softmax_features import ScoreRule
 
@@ -176,7 +176,7 @@ class Keys(Features):
     @property
     def used(self) -> Bool[Tensor, "batch kv_head r"]:
         """True where a key has a weight or a value for any of the query heads that read it."""
-        return ((self.b_d != 0) | (self.b_kv != 0).any(dim=-1)).unflatten(1, (self.n_kv_heads, -1)).any(dim=2)
+        return in_use(self.b_kv, self.b_d).unflatten(1, (self.n_kv_heads, -1)).any(dim=2)
 
     def tensors(self) -> dict[str, Tensor]:
         return {**super().tensors(), **self.features.tensors()}
@@ -189,14 +189,17 @@ class Keys(Features):
     def map(self, change: OnTensor) -> "Keys":
         return self.rows(change)
 
-    def with_keys(self, change: Callable[[Tensor, int], Tensor]) -> "Keys":
-        """The part with ``change(tensor, axis)`` of every tensor that has an axis of keys."""
-        changed = {name: change(x, 2) for name, x in self.tensors().items() if name != "log_scale"}
-        return self.with_tensors(changed)
+    def by_key(self) -> dict[str, Tensor]:
+        """The tensors that have an axis of keys, which is their third, by name."""
+        return {name: x for name, x in self.tensors().items() if name != "log_scale"}
+
+    def with_keys(self, change: OnTensor) -> "Keys":
+        """The part with ``change`` applied to every tensor of :meth:`by_key`."""
+        return self.with_tensors({name: change(x) for name, x in self.by_key().items()})
 
     def some(self, keys: Tensor) -> "Keys":
         """The keys of these numbers alone, of every head."""
-        return self.with_keys(lambda x, axis: x.index_select(axis, keys.to(x.device)))
+        return self.with_keys(lambda x: x.index_select(2, keys.to(x.device)))
 
     def widened(self, r: int) -> "Keys":
         """With keys of weight 0 behind the others, ``r`` in all."""
@@ -208,7 +211,7 @@ class Keys(Features):
             filler = x.new_full((*x.shape[:2], more, *x.shape[3:]), 1 if name == "distance" else 0)
             return torch.cat([x, filler], dim=2)
 
-        return self.with_tensors({name: wider(name, x) for name, x in self.tensors().items() if name != "log_scale"})
+        return self.with_tensors({name: wider(name, x) for name, x in self.by_key().items()})
 
     @property
     def n_numbers(self) -> int:
@@ -223,9 +226,9 @@ class Keys(Features):
             return self
         order = used.int().argsort(dim=-1, descending=True, stable=True)[..., :r]
 
-        def first(x: Tensor, axis: int) -> Tensor:
+        def first(x: Tensor) -> Tensor:
             index = order.repeat_interleave(x.shape[1] // order.shape[1], dim=1)
-            return x.gather(axis, index if x.dim() == 3 else index[..., None].expand(*index.shape, x.shape[-1]))
+            return x.gather(2, index if x.dim() == 3 else index[..., None].expand(*index.shape, x.shape[-1]))
 
         return self.with_keys(first)
 
@@ -239,7 +242,7 @@ class Keys(Features):
             return self
         seen = (self.distance + positions.min().to(self.distance) < rule.window).flatten(0, -2).any(dim=0)
         first = int(seen.long().argmax()) if bool(seen.any()) else len(seen) - 1
-        return self if first == 0 else self.with_keys(lambda x, axis: x.narrow(axis, first, len(seen) - first))
+        return self if first == 0 else self.with_keys(lambda x: x[:, :, first:])
 
     def further(self, n_tokens: int | Tensor) -> "Keys":
         """The keys ``n_tokens`` positions further away from the text."""
@@ -248,10 +251,9 @@ class Keys(Features):
     @classmethod
     def total(cls, parts: Sequence["Keys"]) -> "Keys":
         """The keys of all parts, side by side."""
-        every = [part.tensors() for part in cls.on_one_scale(parts)]
-        names = [name for name in every[0] if name != "log_scale"]
-        beside = {name: torch.cat([x[name] for x in every], dim=2) for name in names}
-        return parts[0].with_tensors({**beside, "log_scale": every[0]["log_scale"]})
+        parts = cls.on_one_scale(parts)
+        every = [part.by_key() for part in parts]
+        return parts[0].with_tensors({name: torch.cat([x[name] for x in every], dim=2) for name in every[0]})
 
     @classmethod
     def joined(cls, parts: Sequence["Keys"]) -> "Keys":

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError, brief
 from kvlens.files import check_regular, parsed_json, write_atomically
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
-from kvlens.kv_bias.features import features_from
+from kvlens.kv_bias.features import features_from, in_use
 from kvlens.kv_bias.fields import COUNTS, Fingerprint
 from kvlens.kv_bias.fit import BiasFit, below
 from kvlens.kv_bias.layers import Features, Keys, Layer, State, padded
@@ -35,15 +34,9 @@ RAGGED = {"b_KV": 1, "b_D": 0, "features.keys": 1, DISTANCE: 0}
 """The tensors that are packed, and how many axes follow the axis of the keys."""
 
 
-def used_keys(b_kv: Tensor, b_d: Tensor, n_kv_heads: int) -> Bool[Tensor, "layer *batch kv_head r"]:
-    """True where a key has a weight or a value for any of the query heads that read it."""
-    used = (b_d != 0) | (b_kv != 0).any(dim=-1)
-    return used.unflatten(-2, (n_kv_heads, -1)).any(dim=-2)
-
-
 def without_unused_keys(tensors: Mapping[str, Tensor], n_kv_heads: int) -> dict[str, Tensor]:
     """The tensors of a bias without unused virtual keys; unchanged if every key is used."""
-    used = used_keys(tensors["b_KV"], tensors["b_D"], n_kv_heads)
+    used = in_use(tensors["b_KV"], tensors["b_D"]).unflatten(-2, (n_kv_heads, -1)).any(dim=-2)
     if bool(used.all()):
         return dict(tensors)
     rows = {name: tensors[name][_of_heads(used, tensors[name], after)] for name, after in RAGGED.items()}
