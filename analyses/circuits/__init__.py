@@ -3,7 +3,9 @@
 *Nodes* are the embedding, every head, every MLP and the logits. A node writes to the residual stream, and a later one reads the
 sum of all that was written before it: a head thrice, through queries, keys and values (the heads of a key-value group share the
 latter two), an MLP and the logits once. An *edge* is a writer and one of these inputs. Norms belong to the reader: it is its
-input in the residual stream, before its norm, that an edge changes. Biases behind heads (b_O) belong to no node.
+input in the residual stream, before its norm, that an edge changes. A node writes what it adds to the stream. With a norm
+behind heads (Gemma 2 and 3, OLMo 2), that is a head's part of the norm's output, divided by what the norm divides by in
+this very run, a circuit's run too; gradients follow it. Biases behind heads (b_O) belong to no node.
 
 *Runs.* In a circuit a reader sees, of every writer whose edge is kept, what that writes in the circuit, and of every other what
 it wrote on the corrupted prompt:

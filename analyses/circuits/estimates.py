@@ -238,18 +238,17 @@ def circuit(
 
 
 def _check_model(model: HookedKVTransformer) -> None:
-    cfg, block = model.cfg, model.blocks[0]
+    cfg = model.cfg
     augmented = cfg.attention_variant is not None and cfg.attention_variant.augmented is not None
     reasons = {
-        "its norms stand behind heads and MLPs": block.norms_follow or cfg.use_normalization_before_and_after,
         "positions are added to queries and keys alone (shortformer)": cfg.positional_embedding_type == "shortformer",
         "its keys and values are augmented from the stream": augmented,
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     if reason is not None:
         raise KVLensError(
-            f"circuit: {reason}, so that what a reader reads is not the sum of what nodes wrote; use a model with norms before "
-            "heads and MLPs, or attribution_by_edge"
+            f"circuit: {reason}, so that what a reader reads is not the sum of what nodes wrote; use another model, or "
+            "attribution_by_edge"
         )
 
 

@@ -1,5 +1,6 @@
 """Passes in which every reader has an input of its own."""
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -58,9 +59,10 @@ class Pass:
     def _layer(self, block: Any, layer: int, before: Tensor, z: dict[int, Tensor]) -> Tensor:
         at = self.graph.at
         inputs = self.read(self.graph.attention(layer), before).permute(1, 2, 0, 3)  # by head, as attention takes them
-        block.attn(*(block.ln1(x) for x in inputs.split([at[layer, x].stop - at[layer, x].start for x in "qkv"], dim=2)))
-        heads = torch.einsum("bphd,hdm->hbpm", z.pop(layer), block.attn.W_O)
-        after = before + heads.sum(dim=0) + block.attn.b_O
+        by_input = inputs.split([at[layer, x].stop - at[layer, x].start for x in "qkv"], dim=2)
+        block.attn(*(x if block.norms_follow else block.ln1(x) for x in by_input))
+        heads, biases = _written_by_heads(block, z.pop(layer))
+        after = before + heads.sum(dim=0) + biases
         if block.cfg.attn_only:
             self.write(heads)
             return after
@@ -72,6 +74,20 @@ class Pass:
             self.write(heads)
         self.write(mlp[None])
         return after + mlp
+
+
+def _written_by_heads(block: Any, z: Float[Tensor, "pair pos head d_head"]) -> tuple[Written, Tensor]:
+    """What each head adds to the residual stream, and what no head does: with a norm behind them, by the scale of this pass."""
+    heads, norm = torch.einsum("bphd,hdm->hbpm", z, block.attn.W_O), block.norm_behind("ln1")
+    if not hasattr(norm, "hook_scale"):
+        return heads, block.attn.b_O
+    scales: list[Tensor] = []
+    with ExitStack() as stack:
+        stack.callback(norm.hook_scale.register_forward_hook(lambda _, args, scale: scales.append(scale)).remove)
+        whole = norm(heads.sum(dim=0) + block.attn.b_O)
+    heads = heads - heads.mean(dim=-1, keepdim=True) if norm.centers else heads
+    heads = heads / scales[0] * getattr(norm, "w", 1.0)
+    return heads, whole - heads.sum(dim=0)
 
 
 class CircuitPass(Pass):

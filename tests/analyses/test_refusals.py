@@ -180,11 +180,7 @@ REFUSED = [
     lambda: circuit(prompt=[PAIRS[0], PROMPT[:5]], corrupted=[PAIRS[1], PROMPT[:5]], metric=lambda x: x[:, -1, 0]),
     *(lambda m=m: circuit(metric=m) for m in ((5,), "ab", (5, torch.tensor([1, 2, 3])), (5, [torch.tensor([1, 2]), 3]))),
     *(lambda m=m: circuit(metric=m) for m in (lambda x: x.sum(), lambda x: x[:, -1, 0] * math.nan, lambda x: 1.0)),
-    *(
-        lambda row=row: circuit(functools.partial(sharp, row))
-        for row in ("softmax, norms behind heads", "softmax, shortformer")
-    ),
-    lambda: circuit(functools.partial(sharp, "augmented keys")),
+    *(lambda row=row: circuit(functools.partial(sharp, row)) for row in ("softmax, shortformer", "augmented keys")),
     *(lambda size=size: circuit(method="eap").keep(size) for size in (152, -1, 1.5)),
     lambda: circuit(method="eap").keep(13, by="nodes"),
     lambda: analyses.faithfulness(circuit(corrupted=PAIRS, method="eap")),

@@ -1,12 +1,15 @@
 """Circuits against the model's own pass, whose hook points show each reader's input by itself."""
 
 import itertools
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from analysis_models import tokens
 from kvlens.analyses.circuits.estimates import SHARES
+from kvlens.analyses.circuits.graph import Graph
+from kvlens.analyses.circuits.passes import Pass, embedded_tokens
 from precision import LAW, relative_error
 from small_models import shared, sharp
 
@@ -20,6 +23,8 @@ MODELS = [
     "softmax, side by side",
     "softmax, no norm, attention only",
     "softmax, shifted, grouped",
+    "softmax, norms behind heads",
+    "softmax, norms over all heads",  # norms behind alone, which center
     "rope after",
     "gqa",
 ]
@@ -52,13 +57,23 @@ class ByHooks:
 
     def __init__(self, model, theirs=None, cut=frozenset(), at=None):
         self.model, self.theirs, self.cut, self.at = model, theirs, cut, at
-        self.written, self.inputs = {}, {}
+        self.written, self.inputs, self.whole = {}, {}, {}
+
+    def outputs(self):
+        """What passes the place where each node writes."""
+        return {
+            writer: self.whole.get(int(writer.split(".")[0]), y) if "." in writer else y for writer, y in self.written.items()
+        }
 
     def points(self):
         for layer in range(self.model.cfg.n_layers):
             block = f"blocks.{layer}"
             yield from ((f"{block}.hook_{x}_input", self.read) for x in "qkv")
             yield f"{block}.attn.hook_result", self.write_heads
+            behind = self.model.blocks[layer].norm_behind("ln1")
+            if behind is not None:
+                yield behind.hook_scale.name, partial(self.normalize_heads, norm=behind)
+                yield f"{block}.hook_attn_out", self.see_whole
             if not self.model.cfg.attn_only:
                 yield f"{block}.hook_mlp_in", self.read
                 yield f"{block}.hook_mlp_out", self.write_mlp
@@ -89,6 +104,17 @@ class ByHooks:
         heads = y.unbind(dim=2)
         self.written |= {f"{layer}.{head}": one for head, one in enumerate(heads)}
         return torch.stack(heads, dim=2)
+
+    def normalize_heads(self, scale, hook, norm):
+        for head in range(self.model.cfg.n_heads):
+            name = f"{hook.layer()}.{head}"
+            y = self.written[name]
+            self.written[name] = (y - y.mean(dim=-1, keepdim=True) if norm.centers else y) / scale * norm.w
+
+    def see_whole(self, y, hook):
+        """The gradient at a head's part of a norm's output is that at the whole: a stand-in for each."""
+        self.whole[hook.layer()] = y = y * 1
+        return y
 
     def write_mlp(self, y, hook):
         self.written[name_of(self.model, hook.name, None)[0]] = y
@@ -166,7 +192,7 @@ def test_estimates_are_gradients_at_each_input_times_the_writers_difference(name
             at = corrupted["embedding"] + share * (clean["embedding"] - corrupted["embedding"])
             one = ByHooks(split, at=at.detach())
             value = everything(one.run(CLEAN)).sum()
-            points = {**one.inputs, **{("output", writer): y for writer, y in one.written.items()}}
+            points = {**one.inputs, **{("output", writer): y for writer, y in one.outputs().items()}}
             gradients = dict(zip(points, torch.autograd.grad(value, list(points.values())), strict=True))
             for writer, y in clean.items():
                 difference = (y - corrupted[writer]) / (len(path) * len(CLEAN))
@@ -180,6 +206,36 @@ def test_estimates_are_gradients_at_each_input_times_the_writers_difference(name
     nodes = torch.tensor(found.nodes.set_index("node")["estimate"].loc[list(outputs)].to_numpy())
     assert relative_error(nodes, torch.tensor(list(outputs.values()), dtype=torch.float64)) < LAW
     assert frame.abs().is_monotonic_decreasing and ours.abs().max() > 1e-3
+
+
+BEHIND = ["softmax, norms behind heads", "softmax, norms over all heads"]
+
+
+@pytest.mark.parametrize("name", [*BEHIND, "softmax, side by side"])
+def test_what_nodes_write_adds_up_to_the_residual_stream(name):
+    model = sharp(name)
+    for path, parameter in model.named_parameters():
+        if path.endswith(("attn.b_O", "ln1.b")):  # of no node
+            parameter.zero_()
+    ran = Pass(model, Graph(model))
+    ran.logits(embedded_tokens(model, CLEAN), None)
+    _, cache = model.run_with_cache(CLEAN)
+    assert relative_error(torch.cat(ran.written).sum(dim=0), cache["blocks.1.hook_resid_post"]) < LAW
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_an_estimate_is_the_slope_of_the_metric_along_its_edge(name):
+    """In a small step the scales of the norms that stand behind it move, too."""
+    split, step = sharp(name, **SPLIT), 1e-4
+    ours, theirs = ByHooks(split), ByHooks(split)
+    ours.run(CLEAN)
+    theirs.run(CORRUPTED)
+    found = circuit(shared(name), CLEAN, CORRUPTED, everything, method="eap")
+    estimates = found.edges.set_index(["writer", "reader", "input"])["estimate"]
+    for edge in {key[2]: key for key in places(found)}.values():
+        near = [{w: y + x * (theirs.written[w] - y) for w, y in ours.written.items()} for x in (step, -step)]
+        forth, back = (everything(ByHooks(split, towards, {edge}).run(CLEAN)).mean() for towards in near)
+        assert estimates[edge] == pytest.approx(float(back - forth) / (2 * step), rel=1e-6)  # less a third derivative
 
 
 @pytest.mark.parametrize("method", ["eap", "eap_ig"])
