@@ -146,6 +146,22 @@ class Chat:
         text = self.text(model)
         return self._tokens(model, text, self._read(model, text)[0])
 
+    def split(self, model: KVModel) -> tuple[Int[Tensor, " prompt_pos"], Int[Tensor, " text_pos"]]:
+        """The tokens in front of the question, which :func:`kvlens.convert_prompt` makes a bias of, and those that follow.
+
+        They are the chat's own tokens, so that both together are :meth:`tokens`; a question that is tokenized by itself may
+        have others. Where nobody asks, as in a system's message alone, what follows is what begins the answer.
+
+        Raises:
+            KVLensError: as :meth:`layout`; nothing stands in front of the question.
+        """
+        layout = self.layout(model)
+        edge = layout.asked[0].start if layout.asked else len(written_messages(model, self.messages, begin_answer=False))
+        n = sum(stop <= edge for _, stop in layout.spans)
+        if not n:
+            raise KVLensError("messages: nothing stands in front of the question; give what it is about, or a system's message")
+        return layout.tokens[:n], layout.tokens[n:]
+
     def _tokens(self, model: KVModel, text: str, ids: list[int]) -> Int[Tensor, " pos"]:
         tokens = torch.tensor(ids, device=model.cfg.device)
         self._check_room(model, len(tokens))
@@ -309,8 +325,8 @@ def written_behind(model: KVModel, *turns: tuple[str, str]) -> str | None:
     return behind[-1] if behind else None
 
 
-def written_messages(model: KVModel, messages: Messages) -> str:
-    """The messages as the tokenizer's template writes them."""
+def written_messages(model: KVModel, messages: Messages, *, begin_answer: bool = True) -> str:
+    """The messages as the tokenizer's template writes them, and what begins the answer."""
     tokenizer = model.tokenizer
     check_tokenizer("messages", model)
     if not has_chat_template(model):
@@ -321,7 +337,7 @@ def written_messages(model: KVModel, messages: Messages) -> str:
     # TransformerLens gives a tokenizer that lacks these its EOS in their place, which the template would write
     absent = {name: "" for name in ("bos_token", "eos_token") if tokenizer.init_kwargs.get(name) is None}
     try:
-        text = written_by_template(tokenizer, messages, tokenize=False, add_generation_prompt=True, **absent)
+        text = written_by_template(tokenizer, messages, tokenize=False, add_generation_prompt=begin_answer, **absent)
     except Exception as error:  # a template is a program, and may fail in any way
         roles = ", ".join(message["role"] for message in messages)
         raise KVLensError(

@@ -240,7 +240,9 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, d_vocab: int, what: str
         )
 
 
-def warn_of_unknown_words(tokenizer: PreTrainedTokenizerBase, texts: str | list[str], tokens: Int[Tensor, "batch pos"]) -> None:
+def warn_of_unknown_words(
+    tokenizer: PreTrainedTokenizerBase, texts: str | list[str], tokens: Int[Tensor, "*batch pos"]
+) -> None:
     """Warn if words of ``texts`` are not in the vocabulary: the model reads the same token for all of them.
 
     Args:

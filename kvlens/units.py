@@ -101,6 +101,14 @@ class Layout(NamedTuple):
     pieces: list[Passage]
     asked: list[Passage]
 
+    def first(self, n: int) -> "Layout":
+        """Its first ``n`` tokens."""
+        end = max(stop for _, stop in self.spans[:n])
+        kept = [
+            [each._replace(stop=min(each.stop, end)) for each in of if each.start < end] for of in (self.pieces, self.asked)
+        ]
+        return Layout(self.text[:end], self.tokens[:n], self.spans[:n], *kept)
+
 
 def layout_of_tokens(model: Any, tokens: Int[Tensor, " pos"]) -> Layout:
     """The layout of a raw prompt: all of it but a BOS in front is one piece."""

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from chat_templates import CHATML, GEMMA_3, MISTRAL, NO_SYSTEM, PHI_4, QWEN_3, TEMPLATES, chat_model, chat_tokenizer, reader
+from precision import LAW, relative_error
 from tiny_hf import tiny_hf_model
 from tiny_text_model import tiny_tokenizer
 
@@ -174,6 +175,47 @@ def test_a_chat_in_a_batch_is_cut_as_it_is_alone():
     assert frame["unit_text"].str.strip().tolist() == ["Be kind.", "Be brief.", "document 1:", "The widget is purple."]
     effect = prompt_effect.analysis.run(model, record)
     pd.testing.assert_frame_equal(effect, prompt_effect(model, chat, "The"))
+
+
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_rest_of_a_chat_reads_what_stands_in_front_of_its_question_law(name, attention):
+    """As the whole chat does that is read at once."""
+    model = chat_model(TEMPLATES[name], attention=attention, dtype=torch.float64)
+    system = None if name == "no system role" else "Be kind."
+    chat = Chat.ask("Is the widget green?", {"a.txt": "The widget is purple."}, system)
+    prompt, text = chat.split(model)
+    assert torch.cat([prompt, text]).equal(chat.tokens(model))
+    in_front, behind = (model.tokenizer.decode(tokens) for tokens in (prompt, text))
+    assert in_front.endswith("purple.\n\n") and behind.startswith("Is the widget green?")
+    bias = convert_prompt(model, chat, upto="question")
+    assert bias.n_prompt_tokens == len(prompt)
+    with model.kv_bias(bias):
+        found = model(text[None])
+    assert relative_error(found, model(chat.tokens(model)[None])[:, len(prompt) :]) < LAW
+
+
+def test_one_prompt_serves_every_question_exact():
+    """What is converted is the same whatever is asked, and begins no answer where nobody asks."""
+    model = chat_model()
+    asked = [Chat.ask(question, {"a.txt": "The widget is purple."}) for question in ("Is it green?", "What is purple?")]
+    assert asked[0].split(model)[0].equal(asked[1].split(model)[0])
+    alone, header = Chat(MESSAGES[:1]).split(model)
+    assert model.tokenizer.decode(header) == "<|im_start|>assistant\n"
+    assert Chat(MESSAGES[:2]).tokens(model)[: len(alone)].equal(alone)
+    of_both = convert_prompt(model, [asked[0], MESSAGES[:1]], upto="question")
+    assert of_both.n_prompt_tokens.tolist() == [len(asked[0].split(model)[0]), len(alone)]
+
+
+def test_recall_is_of_the_part_that_was_converted():
+    model = chat_model(attention="softmax", kv_shift=None)
+    chat = Chat([{"role": "user", "content": "The widget is purple. Is it? The gadget is green."}], question="Is it?")
+    bias = convert_prompt(model, chat, upto="question", method="landmark", n_keys=2, verbose=False)
+    assert bias.fit.recall.sentences == ("The widget is purple.",)
+    with pytest.raises(KVLensError, match="nothing stands in front of the question"):
+        Chat(MESSAGES[1:2]).split(reader("{% for m in messages %}{{ m.content }}{% endfor %}"))
+    with pytest.raises(KVLensError, match="upto: only a chat has a question"):
+        convert_prompt(model, "The widget", upto="question")
 
 
 def arguments(*words):

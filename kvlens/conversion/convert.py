@@ -45,6 +45,7 @@ from kvlens.conversion.prompt import (
     Prompt,
     PromptBatch,
     Replacement,
+    UpTo,
     counterfactuals_of,
     length_note,
     only_row,
@@ -69,6 +70,7 @@ def convert_prompt(
     model: KVModel,
     prompt: Prompt | Counterfactuals,
     *,
+    upto: UpTo | None = None,
     without: Sequence[Span] = (),
     replace: Mapping[Span, Replacement] | None = None,
     positions: Positions = "kept",
@@ -101,6 +103,8 @@ def convert_prompt(
         model: a HookedKVTransformer, linear or softmax; or a :class:`kvlens.KVTransformerBridge`.
         prompt: a string, a :class:`~kvlens.Chat` or its list of messages, a list of those (their biases form a batch),
             tokens [pos] or [batch, pos], or variants of one prompt (:func:`counterfactuals`, a batch).
+        upto: "question": of a chat, only what stands in front of its question; the text that reads it begins with the rest of
+            the chat, ``chat.split(model)[1]``.
         without: token ranges (start, stop) of one prompt that are deleted from it.
         replace: token range -> text or tokens that replace it, of the same number of tokens.
         positions: "kept": what follows deleted tokens keeps its position; "closed": it moves up. See
@@ -136,9 +140,9 @@ def convert_prompt(
         the prompt, with what it continues from, is longer than ``n_ctx`` and the positions allow it.
 
     Raises:
-        KVLensError: options that the method does not have, an empty prompt, tokens outside the vocabulary, a prompt beyond
-            ``n_ctx`` where positions are learned, ``initial`` of another model or batch, weights or activations that are not
-            finite, a ``segment_length`` below 1, a bidirectional model.
+        KVLensError: options that the method does not have, ``upto`` of what is no chat, an empty prompt, tokens outside
+            the vocabulary, a prompt beyond ``n_ctx`` where positions are learned, ``initial`` of another model or batch,
+            weights or activations that are not finite, a ``segment_length`` below 1, a bidirectional model.
 
     Source: ICLCA sec. 4, alg. 1; the shift state and padding are kvlens'.
     """
@@ -151,7 +155,7 @@ def convert_prompt(
             stack.enter_context(model._thread.passes(model.attached_kv_bias is not None))
         if prepend_bos is None:
             prepend_bos = model.prepends_bos and initial is None and model.attached_kv_bias is None
-        tokens = _read_prompt(model, prompt, without, replace, positions, prepend_bos)
+        tokens = _read_prompt(model, prompt, upto, without, replace, positions, prepend_bos)
         stack.enter_context(torch.set_grad_enabled(not detach and torch.is_grad_enabled()))
         if initial is not None:
             stack.enter_context(model.kv_bias(initial))
@@ -286,14 +290,16 @@ def _own_arguments() -> tuple[str, ...]:
 
 
 def _read_prompt(
-    model: KVModel, prompt: Any, without: Any, replace: Any, positions: Positions, prepend_bos: bool
+    model: KVModel, prompt: Any, upto: UpTo | None, without: Any, replace: Any, positions: Positions, prepend_bos: bool
 ) -> PromptBatch:
     if isinstance(prompt, Counterfactuals):
-        if len(without) or replace:
-            raise KVLensError("convert_prompt: counterfactuals say what is deleted and replaced: leave without and replace out")
+        if len(without) or replace or upto:
+            raise KVLensError(
+                "convert_prompt: counterfactuals say what is read, deleted and replaced: leave upto, without and replace out"
+            )
         model.check_tokens(prompt.tokens)
         return prompt.as_prompt()
-    read = prompt_batch(model, prompt, prepend_bos)
+    read = prompt_batch(model, prompt, prepend_bos, upto=upto)
     if not len(without) and not replace:
         return read
     made = counterfactuals_of(model, only_row(read), [without], [replace or {}], positions)
@@ -358,7 +364,8 @@ def _with_recall(model: KVModel, prompt: Any, tokens: PromptBatch, whole: KVBias
     fit, prompt, began = bias.fit, as_prompt(prompt), time.perf_counter()
     if fit is None or bias.batch_size is not None or not isinstance(prompt, str | Chat):
         return bias
-    layout = prompt.layout(model) if isinstance(prompt, Chat) else layout_of_tokens(model, tokens.tokens[0])
+    read = tokens.tokens[0]
+    layout = prompt.layout(model).first(len(read)) if isinstance(prompt, Chat) else layout_of_tokens(model, read)
     found = recalled(model, layout, whole.select_prompt(0), bias)
     seconds = {**fit.seconds, "recall": time.perf_counter() - began}
     return bias if found is None else dataclasses.replace(bias, record=dataclasses.replace(fit, recall=found, seconds=seconds))

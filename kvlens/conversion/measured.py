@@ -105,7 +105,7 @@ def recalled(model: KVModel, layout: Layout, whole: KVBias, bias: KVBias) -> Rec
         layout: of the prompt.
         whole, bias: its exact bias, and the one that is measured; nothing else is attached.
     """
-    if model.tokenizer is None or not layout.text.strip():
+    if model.tokenizer is None or not any(layout.text[start:stop].strip() for _, start, stop in layout.pieces):
         return None
     lead = lead_of(model, layout)
     n_lead = len(model.tokenizer(lead, add_special_tokens=False)["input_ids"])

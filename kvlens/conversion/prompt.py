@@ -18,7 +18,7 @@ b_D turned and decayed to the text's position, its shift state where the prompt'
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Int
@@ -32,9 +32,13 @@ from kvlens.errors import KVLensError, brief
 from kvlens.model.protocol import KVModel, PromptBatch
 
 Prompt = str | Chat | list[Any] | Tensor
+UpTo = Literal["question"]
+"""Where a chat that is converted ends."""
 
 
-def prompt_batch(model: KVModel, prompt: Prompt, prepend_bos: bool, what: str = "prompt") -> PromptBatch:
+def prompt_batch(
+    model: KVModel, prompt: Prompt, prepend_bos: bool, what: str = "prompt", upto: UpTo | None = None
+) -> PromptBatch:
     """Tokenize and check a prompt, or another text, which errors then call ``what``.
 
     Args:
@@ -42,20 +46,23 @@ def prompt_batch(model: KVModel, prompt: Prompt, prepend_bos: bool, what: str = 
         prompt: a string, a chat or its list of messages, a list of those (padded on the right, whatever the tokenizer's
             side), or tokens [pos] or [batch, pos]. Tokens are used unchanged: no BOS is added, and none are treated as padding.
         prepend_bos: whether to prepend a BOS to strings.
+        upto: "question": of chats only what stands in front of their question.
 
     Raises:
         KVLensError: an empty prompt, a string for a model without a tokenizer, or tokens outside
-            the vocabulary.
+            the vocabulary; ``upto`` for what is no chat.
     """
     device = get_device_for_block_index(0, model.cfg)
-    if isinstance(prompt, Tensor):
+    if isinstance(prompt, Tensor) and upto is None:
         return _from_tensor(model, prompt, device)
     prompt = as_prompt(prompt)
     has_batch = not isinstance(prompt, str | Chat)
     texts: list[Any] = [as_prompt(text) for text in prompt] if isinstance(prompt, list) else [prompt]
     if not texts or not all(isinstance(text, str | Chat) for text in texts):
         raise KVLensError(f"{what}: expected a string, a list of strings, or a tensor of token ids, got {brief(prompt)}")
-    rows = [_tokenize(model, text, prepend_bos, what) for text in texts]
+    if upto is not None and not all(isinstance(text, Chat) for text in texts):
+        raise KVLensError(f"upto: only a chat has a question; give {what} as a Chat or its list of messages, or leave upto out")
+    rows = [_tokenize(model, text, prepend_bos, what, upto) for text in texts]
     longest = max(len(row) for row in rows)
     tokens = torch.zeros(len(rows), longest, dtype=torch.long, device=device)
     mask = torch.zeros(len(rows), longest, dtype=torch.bool, device=device)
@@ -70,9 +77,9 @@ def _from_tensor(model: KVModel, prompt: Tensor, device: torch.device) -> Prompt
     return PromptBatch(tokens if prompt.dim() == 2 else tokens[None], None, has_batch=prompt.dim() == 2)
 
 
-def _tokenize(model: KVModel, text: str | Chat, prepend_bos: bool, what: str) -> Tensor:
+def _tokenize(model: KVModel, text: str | Chat, prepend_bos: bool, what: str, upto: UpTo | None) -> Tensor:
     if isinstance(text, Chat):
-        return text.tokens(model)
+        return text.tokens(model) if upto is None else text.split(model)[0]
     row = text_tokens(model, what, text, prepend_bos)
     model.check_tokens(row)
     return row

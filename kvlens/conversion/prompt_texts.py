@@ -76,7 +76,7 @@ def blanks(model: ReadsPrompts, prompt: PromptBatch, room: int) -> Texts:
     return found
 
 
-def _blanks(model: ReadsPrompts, tokens: Int[Tensor, " pos"], room: int) -> list[Int[Tensor, " pos"]]:
+def _blanks(model: ReadsPrompts, tokens: Int[Tensor, " pos"], room: int) -> list[Int[Tensor, " _"]]:
     """Of one prompt, those that fit."""
     text, found = model.tokenizer.decode(tokens), []
     sentences = [text[start:stop].strip() for start, stop in spans_of(text, "sentence")]
