@@ -252,9 +252,9 @@ PROMPT_OR_CHAT = Field("prompt", lambda model, value: value if isinstance(value,
 TEXT = tokens_field("text", prepend_bos=False)
 """The text's tokens [pos], without BOS, since it follows the prompt."""
 ANSWER = Field("answer", required=False)
-"""The token whose logit is measured, by id or text; None if the record has none."""
+"""The answer that is measured: words, or token ids; None if the record has none."""
 RIVAL = Field("rival", required=False)
-"""The token whose logit is subtracted from the answer's, by id or text; None if the record has none."""
+"""Another answer, which is subtracted: words, or token ids; None if the record has none."""
 STANDARD = {"prompt": PROMPT, "text": TEXT, "answer": ANSWER, "rival": RIVAL}
 """The fields that arguments of these names are read from, unless an analysis names others."""
 

@@ -40,18 +40,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import KVBias, KVLensError, KVModel, convert_prompt
-from kvlens.arguments import check_characters
 from kvlens.checks import checked
 from kvlens.errors import IndirectHeads
 from kvlens.model import StreamReading, heads_per_layer, output_weights, read_stream
 from kvlens.texts import token_texts
 
+from .attribution.answers import Answer, Rival, answer_tokens
 from .declaration import Columns, Option, analysis
 from .sequences import PromptTokens, TextTokens, one_bias, one_sequence
 
 FINAL_SCALE = "ln_final.hook_scale"
 NORM_BEHIND_HEADS = ("Olmo2ForCausalLM", "Olmo3ForCausalLM")
-Token = int | str
 
 
 def final_scale_name(model: KVModel) -> str:
@@ -136,14 +135,18 @@ class LogitTarget:
     """The logits of a text that are attributed, or measured under an ablation.
 
     Attributes:
-        positions: positions in the text, each at most once.
+        text: what is read: the text, and of an answer of several tokens all but the last.
+        positions: positions in it, each at most once.
         tokens: the token at each of them whose logit is read.
         rival: tokens whose logit is subtracted there; None subtracts the mean over the vocabulary.
+        weight: of the sum over the positions.
     """
 
+    text: Int[Tensor, " pos"]
     positions: Int[Tensor, " position"]
     tokens: Int[Tensor, " position"]
-    rival: Int[Tensor, " position"] | None
+    rival: Int[Tensor, " position"] | None = None
+    weight: float = 1.0
 
     def read(self, logits: Float[Tensor, "*batch pos d_vocab"]) -> Float[Tensor, "*batch position"]:
         """The centered logit, or logit difference, at each position, from a model's logits."""
@@ -153,6 +156,10 @@ class LogitTarget:
             return there.gather(-1, tokens[:, None].expand(*there.shape[:-1], 1)).squeeze(-1)
 
         return of(self.tokens) - (there.mean(dim=-1) if self.rival is None else of(self.rival))
+
+    def value(self, logits: Float[Tensor, "*batch pos d_vocab"]) -> Float[Tensor, "*batch"]:
+        """Their weighted sum, in float64."""
+        return self.read(logits).double().sum(dim=-1) * self.weight
 
     def probes(self, model: KVModel, scale: Float[Tensor, "pos 1"]) -> Iterator[Float[Tensor, "pos head d_head"]]:
         """Yield, layer by layer, W_O[head] d_t / s: the vector whose product with a head's output is its logit.
@@ -168,31 +175,42 @@ class LogitTarget:
             yield probes
 
 
-def logit_target(
-    model: KVModel, text: Int[Tensor, " pos"], answer: Token | None = None, rival: Token | None = None
-) -> LogitTarget:
-    """Make the target of an analysis of one text.
+def logit_targets(model: KVModel, text: Int[Tensor, " pos"], answer: Answer = None, rival: Rival = None) -> list[LogitTarget]:
+    """The targets of an analysis of one text, whose values are added up.
 
     Args:
         model: its tokenizer reads strings.
         text: the tokens.
-        answer: the token whose logit is measured at the text's last position, by id or text; None takes, at every position but
-            the last, the next token.
-        rival: with ``answer``: the token whose logit is subtracted; None subtracts the mean over the vocabulary.
+        answer: whose logit is measured behind the text: words, a token id, or token ids; of several tokens the sum, each behind
+            those before it. None takes the mean over every position but the last, of the next token.
+        rival: with ``answer``: whose logit is subtracted; None subtracts the mean over the vocabulary.
+
+    Returns:
+        One target, or two, where answer and rival differ before their last token, and so are read behind different texts.
 
     Raises:
-        KVLensError: ``rival`` without ``answer``, a string that is not exactly one token, an id outside the vocabulary.
+        KVLensError: ``rival`` without ``answer``, no token, an id outside the vocabulary.
     """
     if answer is None:
         if rival is not None:
             raise KVLensError("rival: its logit is subtracted from that of an answer; give answer= as well")
         check_predicts_text(model, text)
-        return LogitTarget(torch.arange(len(text) - 1, device=text.device), text[1:], None)
-    last = torch.tensor([len(text) - 1], device=text.device)
-    ids = [None if token is None else _token_id(model, what, token) for what, token in (("answer", answer), ("rival", rival))]
-    right, other = (None if token is None else torch.tensor([token], device=text.device) for token in ids)
-    assert right is not None
-    return LogitTarget(last, right, other)
+        n = len(text) - 1
+        return [LogitTarget(text, torch.arange(n, device=text.device), text[1:], weight=1 / n if n else float("nan"))]
+    said = predicted_tokens(model, "answer", answer)
+    if rival is None:
+        return [_behind(text, said)]
+    other = predicted_tokens(model, "rival", rival)
+    if torch.equal(said[:-1], other[:-1]):
+        return [_behind(text, said, other)]
+    return [_behind(text, said), _behind(text, other, weight=-1.0)]
+
+
+def _behind(
+    text: Int[Tensor, " pos"], said: Int[Tensor, " said"], rival: Int[Tensor, " said"] | None = None, weight: float = 1.0
+) -> LogitTarget:
+    read = torch.cat([text, said[:-1]])
+    return LogitTarget(read, torch.arange(len(text) - 1, len(read), device=text.device), said, rival, weight)
 
 
 def check_predicts_text(model: KVModel, text: Int[Tensor, " pos"]) -> None:
@@ -205,18 +223,12 @@ def check_predicts_text(model: KVModel, text: Int[Tensor, " pos"]) -> None:
         )
 
 
-def _token_id(model: KVModel, what: str, token: Token) -> int:
-    if isinstance(token, str):
-        if model.tokenizer is None:
-            raise KVLensError(f"{what}: this model has no tokenizer, so it cannot read {token!r}; give a token id")
-        check_characters(what, token)
-        ids = model.tokenizer(token, add_special_tokens=False)["input_ids"]
-        if len(ids) != 1:
-            raise KVLensError(f"{what}: expected the text of one token, got {token!r}, which is {len(ids)}: {ids}")
-        token = ids[0]
-    if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < model.cfg.d_vocab_out:
-        raise KVLensError(f"{what}: expected a token id in 0..{model.cfg.d_vocab_out - 1} or its text, got {token!r}")
-    return token
+def predicted_tokens(model: KVModel, what: str, given: Answer | Rival) -> Int[Tensor, " said"]:
+    """:func:`answer_tokens` of which each has a logit; a regressor or classifier predicts other ones than it reads."""
+    tokens = answer_tokens(model, what, given)
+    if int(tokens.max()) >= model.cfg.d_vocab_out:
+        raise KVLensError(f"{what}: expected token ids in 0..{model.cfg.d_vocab_out - 1} or words, got {given!r}")
+    return tokens
 
 
 COLUMNS = Columns(
@@ -248,7 +260,7 @@ def layer_contributions(
     text: TextTokens,
     *,
     next_token: bool = True,
-    tokens: Sequence[Token] = (),
+    tokens: Sequence[int | str] = (),
     per_head: bool = False,
 ) -> pd.DataFrame:
     """Split the final residual stream and chosen logits of a text, position by position.
@@ -260,7 +272,7 @@ def layer_contributions(
             rows. None takes the model as it is, with an attached or trained bias if it has one.
         text: a string, or tokens [pos], without BOS if it follows a prompt.
         next_token: whether to split the logit of the next token.
-        tokens: ids or texts of further tokens whose logits are split at every position.
+        tokens: further tokens whose logits are split at every position: ids, or words, of which each token is one.
         per_head: one row per head instead of one per layer for ``attention_input`` and ``attention_bias``.
 
     Returns:
@@ -320,14 +332,14 @@ Label = tuple[str, int, int]
 """The component, layer and head of a row."""
 
 
-def _targets(model: KVModel, text: Tensor, next_token: bool, tokens: Sequence[Token]) -> list[_Target]:
+def _targets(model: KVModel, text: Tensor, next_token: bool, tokens: Sequence[int | str]) -> list[_Target]:
     targets = []
     if next_token:
         check_predicts_text(model, text)
         following = torch.cat([text[1:], text[:1]])  # the last one is not read
         targets.append(_Target("next", following, [*token_texts(model, text)[1:], None]))
-    for token in tokens:
-        ids = logit_target(model, text, token).tokens.expand(len(text))
+    for token in [token for given in tokens for token in predicted_tokens(model, "tokens", given)]:
+        ids = token.expand(len(text))
         targets.append(_Target("chosen", ids, [*token_texts(model, ids)]))
     return targets
 
@@ -417,8 +429,8 @@ def _after_prompt(
     model: KVModel,
     prompt: Tensor,
     text: Tensor,
-    answer: Token | None,
-    rival: Token | None,
+    answer: Answer,
+    rival: Rival,
     *,
     per_head: bool = False,
 ) -> pd.DataFrame:

@@ -42,8 +42,8 @@ class Account:
             tell(1.0)
 
 
-Answer = str | int | Int[Tensor, " answer_pos"] | None
-Rival = str | int | Int[Tensor, " rival_pos"] | None
+Answer = str | int | list[int] | Int[Tensor, " answer_pos"] | None
+Rival = str | int | list[int] | Int[Tensor, " rival_pos"] | None
 BY = Option("the units", choices=UNITS)
 """How a batch chooses the units that an attribution is about; :mod:`kvlens.units` cuts prompts."""
 Spans = Sequence[Span] | Sequence[str]
@@ -179,8 +179,9 @@ def _log_p(logits: Float[Tensor, "row n_last d_vocab"], tokens: Int[Tensor, " n_
 
 def answer_tokens(model: KVModel, what: str, given: Any) -> Int[Tensor, " answer_pos"]:
     """An answer as token ids; a string is tokenized as it is, blanks in front included."""
-    if isinstance(given, int) and not isinstance(given, bool):
-        given = torch.tensor([given])
+    numbers = [given] if isinstance(given, int) else given  # a line of a batch has a list
+    if isinstance(numbers, list) and all(type(number) is int for number in numbers):
+        given = torch.tensor(numbers, dtype=torch.long)
     if isinstance(given, str) and not given.strip():
         raise KVLensError(f"{what}: expected at least one token, got {given!r}")
     return one_sequence(model, what, given)

@@ -44,8 +44,9 @@ from kvlens.checks import checked
 from kvlens.kv_bias import Features, State
 from kvlens.model import HeadsRead, joined_heads, read_stream, visit_heads
 
+from ..attribution.answers import Answer, Rival
 from ..declaration import Columns, analysis
-from ..logit_attribution import Token, check_heads_write_directly, logit_target
+from ..logit_attribution import LogitTarget, check_heads_write_directly, logit_targets
 from ..predictions import KL, LOSS_CHANGE, OUTPUT_SHARE
 from ..segments import progress, telling
 from ..sequences import PromptTokens, TextTokens, bias_and_text, converted, prompt_text_bias
@@ -85,8 +86,8 @@ def bias_decomposition(
     prompt: KVBias | PromptTokens,
     text: TextTokens,
     *,
-    answer: Token | None = None,
-    rival: Token | None = None,
+    answer: Answer = None,
+    rival: Rival = None,
 ) -> pd.DataFrame:
     """Describe the bias of each head, and the share of the head's output that comes from it.
 
@@ -94,9 +95,10 @@ def bias_decomposition(
         model: linear or softmax.
         prompt: a string, or tokens [pos] with BOS if the model uses one, which are converted here; or a bias.
         text: a string, or tokens [pos] without BOS.
-        answer: the token (id or text) whose logit is attributed at the text's last position; None takes the logit of the next
-            token, averaged over all positions but the last.
-        rival: with ``answer``: the token whose logit is subtracted; None subtracts the mean logit of the vocabulary.
+        answer: words, a token id, or token ids, whose logit behind the text is attributed; of several tokens the sum, each
+            behind those before it, which are then read as part of the text. None takes the logit of the next token, averaged
+            over all positions but the last.
+        rival: with ``answer``: likewise, what is subtracted; None subtracts the mean logit of the vocabulary.
 
     Returns:
         One row per head, by layer, then head:
@@ -108,11 +110,7 @@ def bias_decomposition(
     """
     check_heads_write_directly(model, "bias_decomposition")
     bias, text = bias_and_text(model, "bias_decomposition", prompt, text)
-    target = logit_target(model, text, answer, rival)
-    with model.kv_bias(bias):
-        stream = read_stream(model, text, len(text))
-    probes = target.probes(model, stream.scale)
-    tables = [_of_layer(*of_layer, len(target.positions)) for of_layer in zip(stream.layers, probes, strict=True)]
+    first, *others = [_read(model, bias, target) for target in logit_targets(model, text, answer, rival)]
     spectra = singular_values(bias)
     norms, b_d_norms = torch.cat(sizes(bias, "b_kv")), torch.cat(sizes(bias, "b_d"))
     layer, head = torch.tensor(heads_of(bias)).T
@@ -124,20 +122,30 @@ def bias_decomposition(
             "b_kv_spectral_norm": torch.cat([values[:, 0] for values in spectra]),
             "b_kv_effective_rank": torch.cat([effective_rank(values) for values in spectra]),
             "b_d_norm": b_d_norms,
-            **{name: torch.cat([table[name] for table in tables]) for name in tables[0]},
+            **first,
+            "logit": first["logit"] + sum(other["logit"] for other in others),
         }
     )
 
 
-def _of_layer(read: HeadsRead, probes: Float[Tensor, "pos head d_head"], n_targets: int) -> dict[str, Float[Tensor, " head"]]:
-    """What the heads of a layer read from their bias; the target's logit is the mean over its positions."""
+def _read(model: KVModel, bias: KVBias, target: LogitTarget) -> dict[str, Float[Tensor, " head"]]:
+    """What the heads of all layers read from their bias."""
+    with model.kv_bias(bias):
+        stream = read_stream(model, target.text, len(target.text))
+    probes = target.probes(model, stream.scale)
+    tables = [_of_layer(*of_layer, target.weight) for of_layer in zip(stream.layers, probes, strict=True)]
+    return {name: torch.cat([table[name] for table in tables]) for name in tables[0]}
+
+
+def _of_layer(read: HeadsRead, probes: Float[Tensor, "pos head d_head"], weight: float) -> dict[str, Float[Tensor, " head"]]:
+    """What the heads of a layer read from their bias; ``weight`` is the target's."""
     assert read.z_bias is not None  # a bias is attached
     of_bias, of_context = read.z_bias.double(), read.z_context.double()
     written = of_bias if read.factor is None else of_bias * read.factor
     return {
         "bias_share": share_by_size(of_bias.norm(dim=-1), of_context.norm(dim=-1)).mean(dim=0),
         "output_share": (of_bias * share_probes(of_bias + of_context, pooled=True)).sum(dim=(0, 2)),
-        "logit": (written * probes.to(written)).sum(dim=(0, 2)) / n_targets,
+        "logit": (written * probes.to(written)).sum(dim=(0, 2)) * weight,
     }
 
 

@@ -20,6 +20,7 @@ in :func:`kvlens.analyses.bias.decomposition.bias_by_head`.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal, get_args
 
 import pandas as pd
@@ -30,8 +31,9 @@ from torch import Tensor
 from kvlens import KVBias, KVLensError, KVModel, convert_prompt
 from kvlens.checks import checked
 
+from ..attribution.answers import Answer, Rival
 from ..declaration import Columns, Field, Option, analysis, read_tokens
-from ..logit_attribution import LogitTarget, Token, logit_target
+from ..logit_attribution import LogitTarget, logit_targets
 from ..predictions import (
     KL,
     LOGIT_CHANGE,
@@ -82,7 +84,7 @@ COLUMNS = Columns(
     head=("int64", "query head, or value head of a recurrent layer; -1: all"),
     kl=("float64", f"{KL}; mean over the text's positions"),
     loss_change=("float64", f"{LOSS_CHANGE}; mean over the text's next tokens; NaN for one token"),
-    logit_change=("float64", f"{LOGIT_CHANGE}; the target's, or difference, mean over its positions; NaN without one"),
+    logit_change=("float64", f"{LOGIT_CHANGE}; the answer's, less its rival's; or the mean over next tokens, NaN without one"),
 )
 
 
@@ -117,8 +119,8 @@ def bias_effects(
     methods: Sequence[AblationMethod] = ("zero",),
     parts: Sequence[Ablated] | None = None,
     references: KVBias | None = None,
-    answer: Token | None = None,
-    rival: Token | None = None,
+    answer: Answer = None,
+    rival: Rival = None,
 ) -> pd.DataFrame:
     """Ablate every head (or layer, or the whole) of a bias, and measure the effect on a text.
 
@@ -144,7 +146,7 @@ def bias_effects(
             have, a bias of another model, invalid tokens.
     """
     bias, text = bias_and_text(model, "bias_effects", prompt, text)
-    target = logit_target(model, text, answer, rival)
+    targets = logit_targets(model, text, answer, rival)
     parts = _parts_of(bias) if parts is None else parts
     ablations = _ablations(bias, by, methods, parts, references)
     baseline = [_baseline(model, prompt, bias)] if "baseline" in methods else []
@@ -155,32 +157,40 @@ def bias_effects(
     donor = torch.tensor([first[method] + max(reference, 0) for method, reference, *_ in ablations], dtype=torch.long)
     chosen = exchange.rows([exchange.of(layer, head, KINDS_OF[part]) for *_, part, layer, head in ablations])
     with progress("bias_effects") as tell:
-        numbers = _measured(model, text, exchange, chosen, donor, target, tell)
+        numbers = _measured(model, exchange, chosen, donor, targets, tell)
     which = pd.DataFrame(ablations, columns=["method", "reference", "part", "layer", "head"])
     return COLUMNS.frame({**which, **numbers})
 
 
 def _measured(
     model: KVModel,
-    text: Tensor,
     exchange: HeadExchange,
     chosen: Bool[Tensor, "row part"],
     donor: Int[Tensor, " row"] | None,
-    target: LogitTarget,
+    targets: Sequence[LogitTarget],
     tell: OnProgress,
 ) -> dict[str, list[float]]:
     """``kl``, ``loss_change`` and ``logit_change`` of each row against the whole bias; see :func:`bias_effects`."""
-    with model.kv_bias(exchange.own):
-        whole_logits = text_logits(model, None, text)
-    whole, whole_target = log_probabilities(whole_logits), target.read(whole_logits).double()
-    whole_loss = next_token_losses(whole, text)[:-1].mean()
-    found: dict[str, list[float]] = {"kl": [], "loss_change": [], "logit_change": []}
-    for logits in exchange.logits(model, text, chosen, donor, on_progress=tell):
-        log_p = log_probabilities(logits)
-        found["kl"] += kl_divergence(whole, log_p).mean(dim=-1).tolist()
-        found["loss_change"] += (next_token_losses(log_p, text)[:, :-1].mean(dim=-1) - whole_loss).tolist()
-        found["logit_change"] += (target.read(logits).double() - whole_target).mean(dim=-1).tolist()
-    return found
+    found: dict[str, list[float]] = {"kl": [], "loss_change": []}
+    changes = []
+    for number, target in enumerate(targets):
+        with model.kv_bias(exchange.own):
+            whole_logits = text_logits(model, None, target.text)
+        whole, whole_value = log_probabilities(whole_logits), target.value(whole_logits)
+        whole_loss, values = next_token_losses(whole, target.text)[:-1].mean(), []
+        told = partial(_share, tell, number, len(targets))
+        for logits in exchange.logits(model, target.text, chosen, donor, on_progress=told):
+            values.append(target.value(logits) - whole_value)
+            if number == 0:
+                log_p = log_probabilities(logits)
+                found["kl"] += kl_divergence(whole, log_p).mean(dim=-1).tolist()
+                found["loss_change"] += (next_token_losses(log_p, target.text)[:, :-1].mean(dim=-1) - whole_loss).tolist()
+        changes.append(torch.cat(values) if values else torch.zeros(0))
+    return {**found, "logit_change": torch.stack(changes).sum(dim=0).tolist()}
+
+
+def _share(tell: OnProgress, number: int, n: int, done: float) -> None:
+    tell((number + done) / n)
 
 
 def _parts_of(bias: KVBias) -> Sequence[Ablated]:
@@ -339,7 +349,7 @@ def _removed(
 ) -> pd.DataFrame:
     """The table of removals, what is chosen being replaced by the donor's."""
     with progress("ablating the bias") as tell:
-        effects = _measured(model, text, exchange, chosen, None, logit_target(model, text), tell)
+        effects = _measured(model, exchange, chosen, None, logit_targets(model, text), tell)
     removed = {"removal": range(len(chosen)), "n_heads": chosen[:, exchange.of(kinds=[HEAD_PART])].sum(dim=1)}
     return REMOVALS.frame({**removed, "kl": effects["kl"], "loss_change": effects["loss_change"]})
 

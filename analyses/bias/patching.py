@@ -43,11 +43,13 @@ from kvlens import HookedKVTransformer, KVBias, KVLensError
 from kvlens.checks import checked
 from kvlens.errors import brief
 
+from ..attribution.answers import Answer, Rival
 from ..declaration import Columns, Option, analysis, tokens_field
 from ..heads.repeated_text import shifted_projections
-from ..logit_attribution import Token, logit_target
+from ..logit_attribution import check_predicts_text, predicted_tokens
+from ..predictions import log_probabilities, next_token_losses
 from ..registry import on_its_front_ends
-from ..segments import progress
+from ..segments import OnProgress, progress
 from ..sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
 from .exchange import ALL, HEAD_PART, PART_KINDS, SHIFT_STATE_PART, ExchangedPart, HeadExchange, heads_with, in_one_space
 
@@ -70,30 +72,46 @@ COLUMNS = Columns(
 
 
 class Point(NamedTuple):
-    """The kind of heads that are patched one by one (None: all of a layer at once), and what is replaced of the prompt."""
+    """What is patched.
+
+    Attributes:
+        heads: the kind of heads that are patched one by one; None: all of a layer at once.
+        hooks: the hook points, in ``blocks.L.attn``, whose tensors are replaced.
+        bias, shift_state: what is replaced of the prompt.
+    """
 
     heads: str | None
+    hooks: tuple[str, ...]
     bias: bool = False
     shift_state: bool = False
 
 
+_BIAS, _LAST = ("hook_b_kv", "hook_b_d", "hook_b_keys"), ("hook_last_k", "hook_last_v", "hook_last_q")
 POINTS = {
-    "b_kv": Point("query", bias=True),
-    "b_d": Point("query", bias=True),
-    "bias": Point("query", bias=True),
-    "keys": Point("query", bias=True),
-    "values": Point("query", bias=True),
-    "shift_state": Point("key-value", shift_state=True),
-    "prompt": Point(None, bias=True, shift_state=True),
-    "z_bias": Point("query"),
-    "k_shift_coef": Point("key-value"),
-    "v_shift_coef": Point("key-value"),
-    "q_shift_coef": Point("query"),
+    "b_kv": Point("query", ("hook_b_kv",), bias=True),
+    "b_d": Point("query", ("hook_b_d",), bias=True),
+    "bias": Point("query", _BIAS, bias=True),
+    "keys": Point("query", ("hook_b_keys", "hook_b_d"), bias=True),
+    "values": Point("query", ("hook_b_kv",), bias=True),
+    "shift_state": Point("key-value", _LAST, shift_state=True),
+    "prompt": Point(None, (*_BIAS, *_LAST), bias=True, shift_state=True),
+    "z_bias": Point("query", ("hook_z_bias",)),
+    "k_shift_coef": Point("key-value", ("hook_k_shift_coef",)),
+    "v_shift_coef": Point("key-value", ("hook_v_shift_coef",)),
+    "q_shift_coef": Point("query", ("hook_q_shift_coef",)),
 }
-"""The points by name. ``bias`` is b_KV and b_D, and with softmax attention their keys; ``prompt`` is the whole converted
-prompt. ``keys`` and ``values`` are the two halves of a softmax bias, ``b_kv`` and ``b_d`` those of a linear one (exp(q.c) over
-another prompt's normalizer would be unbounded).
+"""The points by name: those of one hook point are named as it is. A layer sees ``hook_b_keys`` with softmax attention alone;
+``keys`` and ``values`` are the two halves of a softmax bias, ``b_kv`` and ``b_d`` those of a linear one.
 """
+_WIDEST = max(map(len, POINTS))
+__doc__ = (__doc__ or "") + "".join(
+    f"\n{line}"
+    for line in (
+        "The points, and the hook points in ``blocks.L.attn`` whose tensors each replaces::\n",
+        *(f"    {name:<{_WIDEST}}  {', '.join(point.hooks)}" for name, point in POINTS.items()),
+        "",
+    )
+)
 
 
 Patch = tuple[str, int, int]
@@ -152,8 +170,8 @@ def activation_patching(
     corrupted: KVBias | CorruptedTokens,
     text: TextTokens,
     *,
-    answer: Token | None = None,
-    rival: Token | None = None,
+    answer: Answer = None,
+    rival: Rival = None,
     metric: Metric | None = None,
     points: str | Sequence[str] | None = None,
 ) -> pd.DataFrame:
@@ -164,12 +182,11 @@ def activation_patching(
         prompt, corrupted: the clean and the corrupted prompt: strings, tokens [pos], or biases (softmax: both converted by the
             same method). If positions are absolute they must have equal length.
         text: [pos], without BOS, read under both.
-        answer, rival: the metric is the logit of ``answer``, minus that of ``rival``, at the text's last position (ids, or the
-            texts of single tokens); without ``answer`` it is the mean logit of the text's next tokens. Without ``rival`` the
-            mean logit of the vocabulary is subtracted.
-        metric: another metric, used instead.
-        points: one or several of :data:`POINTS`; None takes all that the model and the
-            two prompts have.
+        answer, rival: the metric is the log-probability of ``answer`` behind the text, less that of ``rival``, in nats, summed
+            over the tokens of each (words, a token id, or token ids); without ``answer`` it is the mean of the text's next
+            tokens.
+        metric: another metric of the logits on the text, used instead.
+        points: one or several of :data:`POINTS`; None takes all that the model and the two prompts have.
 
     Returns:
         One row per patch; points in the order given, each by layer, then head, then whole layers, then everything:
@@ -186,27 +203,16 @@ def activation_patching(
     clean, corrupted = converted(model, "prompt", prompt), converted(model, "corrupted", corrupted)
     text = one_sequence(model, "text", text)
     _check(clean, corrupted)
-    metric = _default_metric(model, text, answer, rival) if metric is None else metric
+    readings = _readings(model, text, answer, rival) if metric is None else [(text, metric)]
     patches = patches_of(model, _points_of(model, points, clean, corrupted))
-    sources = _identity_coefficients(model)
     donors = _donors(clean, corrupted)
-    clean, corrupted = donors["prompt"], donors["corrupted"]
-    exchange = HeadExchange(corrupted, *donors.values())
-    clean_metric, of_clean = _clean_run(model, clean, text, metric)
-    sources |= of_clean
-    with model.kv_bias(corrupted):
-        corrupted_metric = _values(metric, model(text[None], attention_mask=torch.ones_like(text[None])))[0]
-    order, values = list[int](), list[float]()
+    patching = _Patching(model, donors, patches, HeadExchange(donors["corrupted"], *donors.values()))
     with progress("activation_patching") as tell:
-        for batched, size in ((True, None), (False, 1)):
-            chosen = [number for number, (point, *_) in enumerate(patches) if has_batch_axis(point) is batched]
-            order += chosen
-            of_chosen = [patches[number] for number in chosen]
-            rows, hooks_of = _replaced(exchange, of_chosen, list(donors)), partial(_patch_hooks, of_chosen, sources)
-            for logits in exchange.logits(model, text, *rows, batch_size=size, hooks_of=hooks_of):
-                values += _values(metric, logits)
-                tell(len(values) / len(patches))
-    metrics = pd.Series(values, index=order, dtype=float).sort_index()
+        runs = [
+            patching.run(*reading, lambda done, n=number: tell((n + done) / len(readings)))
+            for number, reading in enumerate(readings)
+        ]
+    clean_metric, corrupted_metric, metrics = (sum(values) for values in zip(*runs, strict=True))
     gap = clean_metric - corrupted_metric
     return COLUMNS.frame(
         {
@@ -219,6 +225,33 @@ def activation_patching(
     )
 
 
+class _Patching(NamedTuple):
+    """What is patched: prompts by the point that they replace, the patches, and the corrupted prompt's parts."""
+
+    model: HookedKVTransformer
+    donors: dict[str, KVBias]
+    patches: list[Patch]
+    exchange: HeadExchange
+
+    def run(self, text: Int[Tensor, " pos"], metric: Metric, tell: OnProgress) -> tuple[float, float, pd.Series]:
+        """The metric on a text under the clean prompt, under the corrupted one, and of each patch."""
+        clean_metric, of_clean = _clean_run(self.model, self.donors["prompt"], text, metric)
+        sources = _identity_coefficients(self.model) | of_clean
+        with self.model.kv_bias(self.donors["corrupted"]):
+            corrupted_metric = _values(metric, self.model(text[None], attention_mask=torch.ones_like(text[None])))[0]
+        order, values = list[int](), list[float]()
+        for batched, size in ((True, None), (False, 1)):
+            chosen = [number for number, (point, *_) in enumerate(self.patches) if has_batch_axis(point) is batched]
+            order += chosen
+            of_chosen = [self.patches[number] for number in chosen]
+            rows = _replaced(self.exchange, of_chosen, list(self.donors))
+            hooks_of = partial(_patch_hooks, of_chosen, sources)
+            for logits in self.exchange.logits(self.model, text, *rows, batch_size=size, hooks_of=hooks_of):
+                values += _values(metric, logits)
+                tell(len(values) / len(self.patches))
+        return clean_metric, corrupted_metric, pd.Series(values, index=order, dtype=float).sort_index()
+
+
 def _check(clean: KVBias, corrupted: KVBias) -> None:
     if not clean.starts_where(corrupted):
         raise KVLensError(
@@ -228,11 +261,28 @@ def _check(clean: KVBias, corrupted: KVBias) -> None:
         )
 
 
-def _default_metric(model: HookedKVTransformer, text: Tensor, answer: Token | None, rival: Token | None) -> Metric:
-    target = logit_target(model, text, answer, rival)
-    if not len(target.positions):
-        raise KVLensError("activation_patching: a text of one token has no next token: give answer= (and rival=) or metric=")
-    return lambda logits: target.read(logits).mean(dim=-1)
+def _readings(
+    model: HookedKVTransformer, text: Int[Tensor, " pos"], answer: Answer, rival: Rival
+) -> list[tuple[Int[Tensor, " _"], Metric]]:
+    """The texts that are read, each with a metric; the metrics add up to log p of the answer, less that of the rival."""
+    if answer is None:
+        if rival is not None or len(text) < 2:
+            raise KVLensError("activation_patching: a rival, and a text of one token, need an answer; give answer=, or metric=")
+        check_predicts_text(model, text)
+        return [(text, lambda logits: -next_token_losses(log_probabilities(logits), text)[:, :-1].mean(dim=-1))]
+    said = [(1.0, predicted_tokens(model, "answer", answer))]
+    said += [] if rival is None else [(-1.0, predicted_tokens(model, "rival", rival))]
+    behind: dict[tuple[int, ...], list[tuple[float, Tensor]]] = {}
+    for sign, tokens in said:
+        behind.setdefault(tuple(tokens[:-1].tolist()), []).append((sign, tokens))  # those of one token share a reading
+    return [(torch.cat([text, some[0][1][:-1]]), partial(_log_p, some)) for some in behind.values()]
+
+
+def _log_p(said: Sequence[tuple[float, Tensor]], logits: Float[Tensor, "row pos d_vocab"]) -> Float[Tensor, " row"]:
+    """The log-probability of tokens at the end of the logits, summed with a sign each."""
+    log_p = log_probabilities(logits[:, -len(said[0][1]) :])
+    each = [sign * log_p.gather(-1, tokens[None, :, None].expand(len(log_p), -1, -1)).sum(dim=(1, 2)) for sign, tokens in said]
+    return torch.stack(each).sum(dim=0)
 
 
 def _known(model: HookedKVTransformer, points: str | Sequence[str] | None) -> Sequence[str]:

@@ -36,12 +36,12 @@ from kvlens.memory import BLOCK_NUMBERS
 from kvlens.model import heads_per_layer, output_weights
 from kvlens.texts import next_token_texts, token_texts
 
+from ..attribution.answers import Answer, Rival
 from ..declaration import Columns, Option, analysis
 from ..logit_attribution import (
     LogitTarget,
-    Token,
     check_heads_write_directly,
-    logit_target,
+    logit_targets,
 )
 from ..predictions import OUTPUT_SHARE
 from ..readings import CONDITIONS, Readings, check_readings, read_text
@@ -87,8 +87,8 @@ def bias_positions(
     initial: KVBias | None = None,
     by: View = "attended",
     at: Sequence[int] | None = None,
-    answer: Token | None = None,
-    rival: Token | None = None,
+    answer: Answer = None,
+    rival: Rival = None,
     segment_length: int | None = None,
 ) -> pd.DataFrame:
     """Measure what each prompt position contributes to each head's output on the text, and to a logit.
@@ -103,7 +103,8 @@ def bias_positions(
         initial: the bias that the prompt continues; None continues the one that is attached, as ``convert_prompt`` does.
         by: ``attended`` or ``source``, see :mod:`kvlens.analyses.bias.reads`; the same if values are not shifted.
         at: positions of the text to report separately; None takes all of them together.
-        answer, rival: the logit, as in :func:`kvlens.analyses.bias.decomposition.bias_decomposition`.
+        answer, rival: the logit, as in :func:`kvlens.analyses.bias.decomposition.bias_decomposition`; with ``at`` that of the
+            answer's token at each position.
         segment_length: tokens per segment, for linear attention; None chooses a length, and the whole text if the model has
             hooks.
 
@@ -119,13 +120,23 @@ def bias_positions(
     check_heads_write_directly(model, "bias_positions")
     prompt = prompt_sequence(model, "prompt", prompt, initial)
     text = one_sequence(model, "text", text)
-    target = logit_target(model, text, answer, rival)
+    targets = logit_targets(model, text, answer, rival)
     _check_view(by, at, len(text))
     attached = contextlib.nullcontext() if initial is None else model.kv_bias(initial)
     with attached, progress("bias_positions") as tell:
-        reading = reading_of(model, prompt, text, by=by, segment_length=segment_length, on_progress=tell)
-        numbers, parts = _read(reading, target, at)
+        numbers: list[Float[Tensor, "_ position part number"]] = []
+        for target in targets:
+            reading = reading_of(model, prompt, target.text, by=by, segment_length=segment_length, on_progress=tell)
+            read, parts = _read(reading, target, at)
+            numbers = [_with_logit(*both) for both in zip(numbers, read, strict=True)] if numbers else read
     return _frame(model, prompt, numbers, parts, at)
+
+
+def _with_logit(
+    own: Float[Tensor, "_ position part number"], other: Float[Tensor, "_ position part number"]
+) -> Float[Tensor, "_ position part number"]:
+    """The numbers of a layer, with the logit of another target added to theirs."""
+    return torch.cat([own[..., :-1], own[..., -1:] + other[..., -1:]], dim=-1)
 
 
 def reading_of(
@@ -181,9 +192,10 @@ def _logit_probes(
     """The target's probes of a layer, whose sum is the mean over its positions; NaN at single positions that have no target."""
     probes = probes if reads.factor is None else probes * reads.factor.to(probes)
     if at is None:
-        return probes / len(target.positions)
+        return probes * target.weight
     has_target = torch.zeros(len(probes), dtype=torch.bool, device=probes.device)
     has_target[target.positions] = True
+    probes = probes * (1.0 if target.weight > 0 else -1.0)  # at a single position of a mean, its own logit
     return probes.where(has_target[:, None, None], float("nan"))
 
 
@@ -300,8 +312,8 @@ def _at_named_positions(
     model: KVModel,
     prompt: Tensor,
     text: Tensor,
-    answer: Token | None,
-    rival: Token | None,
+    answer: Answer,
+    rival: Rival,
     *,
     by: View = "attended",
     at: str = AT[0],

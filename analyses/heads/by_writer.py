@@ -27,8 +27,9 @@ from kvlens.checks import Within, checked
 from kvlens.model import head_hooks
 from kvlens.texts import token_texts
 
+from ..attribution.answers import Answer, Rival
 from ..declaration import Columns, Option, analysis, tokens_field
-from ..logit_attribution import LogitTarget, Token, logit_target, residual_directions
+from ..logit_attribution import LogitTarget, predicted_tokens, residual_directions
 from ..sequences import PromptTokens, TextTokens
 from .writers import NO_VECTOR, SINK, HeadByWriter, Scored, TokenOfText, head_by_writer, position_of, reading
 
@@ -220,8 +221,8 @@ def what_is_copied(
     head: Annotated[int, Within(0)] | None = None,
     *,
     query: TokenOfText = None,
-    answer: Token | None = None,
-    rival: Token | None = None,
+    answer: Answer = None,
+    rival: Rival = None,
     n_run: Annotated[int, Within(0)] = 5,
 ) -> pd.DataFrame:
     """What a head copies: its output by position and by who wrote the values, and what that adds to an answer's logit.
@@ -240,8 +241,9 @@ def what_is_copied(
 
     Args:
         model, prompt, text, layer, head, query: as :func:`why_attends`.
-        answer: the token whose logit it is, by id or text; None for the one that the model finds likeliest there.
-        rival: a token whose logit is subtracted; None subtracts the mean over the vocabulary.
+        answer: words, a token id or token ids, of which the first is the token whose logit it is, as the head's output there
+            predicts only that; None for the token that the model finds likeliest.
+        rival: likewise, whose logit is subtracted; None subtracts the mean over the vocabulary.
         n_run: how many writers are taken out.
 
     Returns:
@@ -255,8 +257,7 @@ def what_is_copied(
     read = head_by_writer(model, prompt, text, layer, head, query)
     outputs, attention, width = read.outputs(), read.attention(read.own_scores), len(read.texts)
     own = _logits(model, read)
-    target = logit_target(model, read.tokens, int(own[0, 0].argmax()) if answer is None else answer, rival)
-    target = LogitTarget(torch.zeros_like(target.positions), target.tokens, target.rival)
+    target = _target(model, read, int(own[0, 0].argmax()) if answer is None else answer, rival)
     direction = residual_directions(model, target.tokens, target.rival)[0].double() / read.stream.scale[read.at].double()
     w_o, z = model.layers()[read.layer].parts[0].output_weights()[read.head].double(), outputs.sum(dim=(0, 1))
     measures = torch.stack([outputs @ (w_o @ direction), outputs @ z / z.square().sum()])  # logit and share
@@ -287,6 +288,17 @@ def what_is_copied(
             )
         )
     return pd.concat(frames, ignore_index=True)
+
+
+def _target(model: KVModel, read: HeadByWriter, answer: Answer, rival: Rival) -> LogitTarget:
+    """The first token of the answer, less that of the rival, of logits [row, 1, d_vocab]."""
+    token, other = (
+        None if given is None else predicted_tokens(model, what, given)[:1]
+        for what, given in (("answer", answer), ("rival", rival))
+    )
+    if other is not None and torch.equal(token, other):
+        raise KVLensError("rival: it begins with the answer's first token, which is all that this position predicts")
+    return LogitTarget(read.tokens, torch.zeros_like(token), token, other)
 
 
 def _logits(

@@ -20,8 +20,9 @@ from kvlens.analyses.predictions import EFFECT, KL, LOGIT_CHANGE, LOSS_CHANGE, O
 from kvlens.analyses.segments import progress, telling
 from kvlens.analyses.sequences import one_sequence, prompt_sequence
 from pictures import data_of
+from precision import LAW
 from small_models import sharp
-from tiny_text_model import PROMPT, TEXT, linear, tiny_text_model
+from tiny_text_model import PROMPT, TEXT, linear, softmax, tiny_text_model
 
 import kvlens
 from kvlens import KVBias, KVLensError, analyses, convert_prompt
@@ -211,6 +212,36 @@ def test_centering_the_unembedding_changes_no_prediction_and_so_no_logit_of_a_ta
     before, after = (frame[[column for column in LOGITS if column in frame]].to_numpy() for frame in frames)
     assert np.nanmax(np.abs(before)) > 1e-3  # far above rounding
     np.testing.assert_allclose(after, before, rtol=1e-9, atol=1e-11)  # logits near 10, sums of some hundred products
+
+
+@pytest.mark.parametrize("name", ["bias_decomposition", "bias_effects", "bias_positions, together", "activation_patching"])
+def test_an_answer_is_words_law(name):
+    """What is measured of several tokens is what is measured of each behind those before, added up, less the rival's."""
+    model = tiny_text_model(dtype=torch.float64, gain=3)
+
+    def measured(text, **target):
+        frame = CALLS[name](model, PROMPT, text, OTHER, **target)
+        return frame[[column for column in (*LOGITS, "clean_metric", "corrupted_metric") if column in frame]].to_numpy()
+
+    text = one_sequence(model, "text", TEXT)
+    said, rival = (one_sequence(model, "answer", words) for words in (" purple and", " green"))
+    assert len(said) > 2 and len(rival) > 1 and said[0] != rival[0]
+    one_by_one = [
+        sum(measured(torch.cat([text, words[:i]]), answer=int(token)) for i, token in enumerate(words))
+        for words in (said, rival)
+    ]
+    in_words = measured(text, answer=" purple and"), measured(text, answer=said.tolist(), rival=" green")
+    for found, expected in zip(in_words, (one_by_one[0], one_by_one[0] - one_by_one[1]), strict=True):
+        assert np.abs(found - expected).max() < LAW * np.abs(one_by_one[0]).max()
+
+
+def test_words_as_tokens_of_a_split_and_of_a_head():
+    model = tiny_text_model(dtype=torch.float64)
+    words = one_sequence(model, "answer", " purple and")
+    of_words = analyses.layer_contributions(model, PROMPT, TEXT, tokens=[" purple and"])
+    pd.testing.assert_frame_equal(of_words, analyses.layer_contributions(model, PROMPT, TEXT, tokens=words.tolist()))
+    copied = [analyses.what_is_copied(softmax(), PROMPT, TEXT, 1, 2, answer=a) for a in (" purple and", int(words[0]))]
+    pd.testing.assert_frame_equal(*copied)
 
 
 def test_the_details_of_a_head_take_them_in_any_form():

@@ -21,7 +21,7 @@ from kvlens.analyses.logit_attribution import (
     final_scale,
     final_scale_name,
     layer_contributions,
-    logit_target,
+    logit_targets,
     residual_directions,
 )
 from small_models import sharp
@@ -57,7 +57,7 @@ def test_components_and_the_constant_are_the_logits(name, folded):
     for other in (None, wrong):
         parts = component_logits(components[:, 0], scale, residual_directions(model, right, other))
         constant = constant_logits(model, right, other)
-        expected = LogitTarget(torch.arange(5), right, other).read(logits[0])
+        expected = LogitTarget(TOKENS, torch.arange(5), right, other).read(logits[0])
         size = parts.abs().sum(dim=0) + constant.abs()
         assert ((parts.sum(dim=0) + constant - expected).abs() < ROUNDING * size).all()
     if folded and name in ("LN", "RMS, gated"):
@@ -70,7 +70,7 @@ def test_components_and_the_constant_are_the_logits(name, folded):
 def test_a_heads_probe_is_its_results_logit(name):
     model = model_of(name, folded=False)
     _, cache = model.run_with_cache(TOKENS[None])
-    target = logit_target(model, TOKENS, answer=3, rival=11)
+    [target] = logit_targets(model, TOKENS, answer=3, rival=11)
     scale = final_scale(model, cache)[0]
     directions = residual_directions(model, torch.tensor([3]), torch.tensor([11]))
     for layer, probes in enumerate(target.probes(model, scale)):
@@ -95,11 +95,11 @@ def test_the_unembedding_is_read_once_for_all_layers(name, monkeypatch):
 
 def test_targets():
     model = sharp()
-    following = logit_target(model, TOKENS)
+    [following] = logit_targets(model, TOKENS)
     assert following.positions.tolist() == [0, 1, 2, 3]
     assert following.tokens.tolist() == TOKENS[1:].tolist()
     logits = torch.arange(2 * 5 * 17.0).reshape(2, 5, 17)
-    chosen = logit_target(model, TOKENS, answer=3, rival=11)
+    [chosen] = logit_targets(model, TOKENS, answer=3, rival=11)
     assert chosen.read(logits).tolist() == [[-8.0], [-8.0]]
     assert following.read(logits)[1].tolist() == [int(TOKENS[i + 1]) - 8 for i in range(4)]  # less the mean of 0..16
 

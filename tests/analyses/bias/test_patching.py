@@ -7,8 +7,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from analysis_models import SOFTMAX, VARIANTS, centered, pencil_model, tokens
+from analysis_models import SOFTMAX, VARIANTS, pencil_model, tokens
 from kvlens.analyses.bias.exchange import HeadExchange
+from kvlens.analyses.bias.patching import POINTS as ALL_POINTS
 from kvlens.analyses.segments import telling
 from small_models import sharp
 from stacked_tensors import with_stacked
@@ -225,7 +226,25 @@ def test_without_an_answer_the_metric_is_of_the_next_tokens():
         hooks = [(f"blocks.{layer}.attn.hook_v_shift_coef", replaced) for layer in layers]
         with model.kv_bias(corrupted):
             logits = model.run_with_hooks(TEXT[None], fwd_hooks=hooks)[0]
-        assert row.metric == pytest.approx(float(centered(logits)[torch.arange(3), TEXT[1:]].mean()), rel=1e-11)
+        log_p = logits.log_softmax(dim=-1)
+        assert row.metric == pytest.approx(float(log_p[torch.arange(3), TEXT[1:]].mean()), rel=1e-11)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_point_is_what_its_hooks_see_exact(name):
+    """Of every point by the hooks in its table: each sees the clean prompt's tensor, of all layers."""
+    model, frame = patched(name)
+    with model.kv_bias(convert_prompt(model, CLEAN)):
+        _, clean = model.run_with_cache(TEXT[None])
+    identity = torch.eye(1, 1 + (model.cfg.kv_shift.window if model.cfg.kv_shift else 0), dtype=torch.float64)
+    for point in frame["point"].unique():
+        names = {f"blocks.{layer}.attn.{hook}" for layer in range(2) for hook in ALL_POINTS[point].hooks} & set(model.hook_dict)
+
+        def put(x, hook):
+            return (identity.expand_as(x) if hook.name.endswith("coef") else clean[hook.name]).clone()
+
+        found = metrics_under(model, convert_prompt(model, CORRUPTED), fwd_hooks=[(name, put) for name in names])[0]
+        assert found == pytest.approx(frame.query("point == @point and layer == -1")["metric"].item(), rel=1e-10), point
 
 
 def test_prompts_of_unequal_length_where_the_bias_is_rebased():
