@@ -1,5 +1,6 @@
 """A circuit: estimates of all edges, those that are kept, and what they keep of the metric; see the package."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -13,12 +14,13 @@ from torch import Tensor
 from kvlens import HookedKVTransformer, KVLensError
 from kvlens.checks import Within, checked
 from kvlens.errors import brief
+from kvlens.texts import token_texts
 
 from ..declaration import Columns, Field, Option, analysis, tokens_field
 from ..logit_attribution import NO_HEAD
 from ..registry import on_its_front_ends
 from ..segments import progress
-from .graph import EMBEDDING, Graph
+from .graph import EMBEDDING, Graph, ReaderInput
 from .pairs import AnswerAndRival, CircuitMetric, Pairs, read_pairs
 from .passes import CircuitPass, Pass, Written, embedded_tokens
 
@@ -52,6 +54,12 @@ FAITHFULNESS = Columns(
     metric=("float64", "of the circuit, mean over pairs"),
     faithfulness=("float64", "(metric - corrupted) / (clean - corrupted)"),
 )
+SIZES = Columns(
+    n_edges=("int64", "in the circuit, without those that lead nowhere"),
+    n_nodes=("int64", "likewise, with the embedding and the logits"),
+    metric=("float64", "of the circuit, mean over pairs"),
+    faithfulness=("float64", "(metric - corrupted) / (clean - corrupted)"),
+)
 Counted = Literal["edges", "nodes"]
 
 
@@ -65,6 +73,8 @@ class Circuit:
         graph: who writes and reads.
         estimates: how much the metric falls with each edge cut, to first order; 0 where there is none.
         falls: the same of those that were run; NaN elsewhere.
+        by_position: the nodes' estimates at every position, mean over pairs; positions are counted from the last, where the
+            metric is read, so that pairs of several lengths share that column.
         kept: the edges of the circuit.
     """
 
@@ -73,6 +83,7 @@ class Circuit:
     graph: Graph = field(repr=False)
     estimates: Float[Tensor, "writer reader"] = field(repr=False)
     falls: Float[Tensor, "writer reader"] = field(repr=False)
+    by_position: Float[Tensor, "writer pos"] = field(repr=False)
     kept: Bool[Tensor, "writer reader"] = field(repr=False)
 
     @property
@@ -161,6 +172,74 @@ class Circuit:
         falls = self.falls.flatten().index_put((order[:n],), whole - torch.tensor(alone, dtype=torch.float64))
         return replace(self, falls=falls.view_as(self.falls))
 
+    @SIZES.document
+    def at_sizes(self, sizes: Sequence[int | float] = ()) -> "AtSizes":
+        """Circuits of several sizes, and what each of them keeps of the metric in a run.
+
+        Args:
+            sizes: of edges, as of :meth:`keep`; none takes this circuit as it is.
+
+        Returns:
+            The circuits, the metric on the two prompts, and one row for each circuit:
+
+            {columns}
+
+        Raises:
+            KVLensError: as :meth:`keep`; a metric that is the same on both prompts.
+        """
+        circuits = [self.keep(size) for size in sizes] or [self]
+        clean, corrupted, values, f = self._run([one.kept for one in circuits])
+        n_nodes = [int(one.kept.any(dim=1).sum()) + bool(one.kept.any()) for one in circuits]
+        n_edges = [int(one.kept.sum()) for one in circuits]
+        table = SIZES.frame({"n_edges": n_edges, "n_nodes": n_nodes, "metric": values, "faithfulness": f})
+        return AtSizes(circuits, table, clean, corrupted)
+
+    def to_networkx(self) -> Any:
+        """The kept edges as a ``networkx.DiGraph``, whose ways from ``embedding`` to ``logits`` are those of the circuit.
+
+        Nodes and edges are the rows of :attr:`nodes` and :attr:`edges` that are kept, with their columns as attributes. What
+        reads for a head is a node as well, named by the reader and its input, such as ``18.6.q`` or ``18.2.k``, and an edge
+        without attributes leads from there to the head; from keys and values to each head of the group in the circuit.
+        """
+        import networkx  # takes a third of a second
+
+        made, inputs = networkx.DiGraph(), {}
+        made.add_nodes_from((row["node"], row) for row in self.nodes[self.nodes["kept"]].to_dict("records"))
+        for row in self.edges[self.edges["kept"]].to_dict("records"):
+            to = row["reader"]
+            if row["input"] in "qkv":
+                to = f"{to}.{row['input']}"
+                inputs[to] = ReaderInput(row["reader_layer"], row["input"], row["reader_head"])
+            made.add_edge(row["writer"], to, **row)
+        for name, of in inputs.items():
+            made.add_node(name, node=name, layer=of.layer, head=of.head, input=of.input)
+            made.add_edges_from((name, head) for head in self._fed(of) if head in made)
+        return made
+
+    def to_json(self, sizes: Sequence[int | float] = ()) -> str:
+        """The circuit as JSON, for other programs.
+
+        It has ``model``, its name; ``pairs``, of each the tokens of ``clean`` and ``corrupted`` as text; ``clean`` and
+        ``corrupted``, the metric on the two, means over pairs; ``nodes`` and ``edges``, the rows of these frames that are kept,
+        and ``faithfulness``, those of :meth:`at_sizes`, each an object by column. What is NaN in a frame is null.
+
+        Args:
+            sizes: as of :meth:`at_sizes`.
+
+        Raises:
+            KVLensError: as :meth:`at_sizes`.
+        """
+        found, pairs = self.at_sizes(sizes), [pair for of in self.batches for pair in zip(of.clean, of.corrupted, strict=True)]
+        frames = {"nodes": self.nodes[self.nodes["kept"]], "edges": self.edges[self.edges["kept"]], "faithfulness": found.table}
+        written = {
+            "model": self.model.cfg.model_name,
+            "pairs": [{"clean": token_texts(self.model, a), "corrupted": token_texts(self.model, b)} for a, b in pairs],
+            "clean": found.clean,
+            "corrupted": found.corrupted,
+            **{name: frame.astype(object).where(frame.notna(), None).to_dict("records") for name, frame in frames.items()},
+        }
+        return json.dumps(written, allow_nan=False, indent=1)
+
     def n_units(self, by: Counted) -> int:
         """All edges, or all heads and MLPs."""
         return int(self.graph.edges.sum()) if by == "edges" else len(self.graph.writers) - 1
@@ -169,6 +248,20 @@ class Circuit:
         """The metric of every pair in a run of each of several circuits, by default in this one."""
         found = [self._measured(pairs, kept or (self.kept,)) for pairs in self.batches]
         return torch.cat(found, dim=1)
+
+    def _run(
+        self, kept: Sequence[Bool[Tensor, "writer reader"]]
+    ) -> tuple[float, float, list[float], Float[Tensor, " circuit"]]:
+        """The metric on clean and corrupted prompts, and in a run of each circuit, means over pairs; and f of each."""
+        clean, corrupted, *values = self.measured(self.graph.edges, torch.zeros_like(self.kept), *kept).mean(dim=1).tolist()
+        if clean == corrupted:
+            raise KVLensError(f"faithfulness: the metric is {clean} on clean and corrupted prompts alike: nothing to be kept")
+        return clean, corrupted, values, (torch.tensor(values, dtype=torch.float64) - corrupted) / (clean - corrupted)
+
+    def _fed(self, of: ReaderInput) -> list[str]:
+        """The heads that an input belongs to."""
+        fed = self.graph.feeds[:, self.graph.readers.index(of)].nonzero().flatten().tolist()
+        return [_name(layer, head, self.model.cfg.n_layers) for layer, head in (self.graph.writers[i] for i in fed)]
 
     @torch.no_grad()
     def _measured(self, pairs: Pairs, circuits: Sequence[Bool[Tensor, "writer reader"]]) -> Float[Tensor, "circuit pair"]:
@@ -182,6 +275,21 @@ class Circuit:
                 logits = CircuitPass(self.model, self.graph, kept, written).logits(clean, pairs.n_last)
                 found[key] = pairs.value(logits).double().cpu()
         return torch.stack([found[key] for key in keys])
+
+
+class AtSizes(NamedTuple):
+    """Circuits of several sizes.
+
+    Attributes:
+        circuits: from the first size to the last.
+        table: one row for each.
+        clean, corrupted: the metric on the two prompts, mean over pairs.
+    """
+
+    circuits: list[Circuit]
+    table: pd.DataFrame
+    clean: float
+    corrupted: float
 
 
 def _name(layer: int, head: int, n_layers: int) -> str:
@@ -228,12 +336,15 @@ def circuit(
     graph = Graph(model)
     batches = read_pairs(model, graph, prompt, corrupted, metric)
     total = torch.zeros(graph.edges.shape, dtype=torch.float64)
+    by_position = torch.zeros(len(graph.writers), max(pairs.clean.shape[1] for pairs in batches), dtype=torch.float64)
     with progress("circuit") as tell:
         for number, pairs in enumerate(batches):
-            total += _estimates(model, graph, pairs, steps if method == "eap_ig" else 1)
+            of_edges, of_nodes = _estimates(model, graph, pairs, steps if method == "eap_ig" else 1)
+            total += of_edges
+            by_position[:, -of_nodes.shape[1] :] += of_nodes
             tell((number + 1) / len(batches))
-    estimates = total / sum(len(pairs.clean) for pairs in batches)
-    found = Circuit(model, batches, graph, estimates, torch.full_like(total, torch.nan), graph.edges)
+    n = sum(len(pairs.clean) for pairs in batches)
+    found = Circuit(model, batches, graph, total / n, torch.full_like(total, torch.nan), by_position / n, graph.edges)
     return found.confirmed(min(confirm, found.n_units("edges"))) if confirm else found
 
 
@@ -252,8 +363,10 @@ def _check_model(model: HookedKVTransformer) -> None:
         )
 
 
-def _estimates(model: HookedKVTransformer, graph: Graph, pairs: Pairs, steps: int) -> Float[Tensor, "writer reader"]:
-    """Sums over the pairs of (y_w - y'_w) . g_r."""
+def _estimates(
+    model: HookedKVTransformer, graph: Graph, pairs: Pairs, steps: int
+) -> tuple[Float[Tensor, "writer reader"], Float[Tensor, "writer pos"]]:
+    """Sums of (y_w - y'_w) . g_r over the pairs: over all positions, and over all readers."""
     clean, corrupted = (embedded_tokens(model, tokens).detach() for tokens in (pairs.clean, pairs.corrupted))
     theirs = Pass(model, graph)
     with torch.no_grad():
@@ -263,12 +376,13 @@ def _estimates(model: HookedKVTransformer, graph: Graph, pairs: Pairs, steps: in
         own, found = _with_gradients(model, graph, pairs, torch.lerp(corrupted, clean, k / steps))
         gradients = [a + b for a, b in zip(gradients, found, strict=True)] if gradients else found
     difference, sums = own - torch.cat(theirs.written), torch.zeros(graph.edges.shape, dtype=torch.float64)
-    start = 0
+    by_position, start = torch.zeros(len(graph.writers), pairs.clean.shape[1], dtype=torch.float64), 0
     for gradient in gradients:
         n, some = graph.n_before[start], slice(start, start + len(gradient))
         sums[:n, some] = (difference[:n].flatten(1) @ gradient.flatten(1).T).double().cpu() / steps
+        by_position[:n] += torch.einsum("wipd,ipd->wp", difference[:n], gradient.sum(dim=0)).double().cpu() / steps
         start = some.stop
-    return sums
+    return sums, by_position
 
 
 def _with_gradients(
@@ -329,10 +443,7 @@ def faithfulness(
         raise KVLensError(f"shares: expected at least two, in ascending order, to have areas between them, got {brief(shares)}")
     found = found if pairs is None else replace(found, batches=read_pairs(found.model, found.graph, *pairs))
     circuits = [found.keep(float(share), by=by, absolute=absolute).kept for share in shares]
-    clean, corrupted, *values = found.measured(found.graph.edges, torch.zeros_like(found.kept), *circuits).mean(dim=1).tolist()
-    if clean == corrupted:
-        raise KVLensError(f"faithfulness: the metric is {clean} on clean and corrupted prompts alike: nothing to be kept")
-    f = torch.tensor([(value - corrupted) / (clean - corrupted) for value in values], dtype=torch.float64)
+    clean, corrupted, values, f = found._run(circuits)
     at = torch.tensor(shares, dtype=torch.float64)
     table = FAITHFULNESS.frame(
         {"share": at, "n_kept": [int(share * found.n_units(by)) for share in shares], "metric": values, "faithfulness": f}

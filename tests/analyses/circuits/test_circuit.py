@@ -1,9 +1,12 @@
 """Circuits against the model's own pass, whose hook points show each reader's input by itself."""
 
 import itertools
+import json
 from functools import partial
 
+import networkx
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from analysis_models import tokens
@@ -31,6 +34,7 @@ MODELS = [
 SPLIT = dict(use_split_qkv_input=True, use_attn_result=True, use_hook_mlp_in=True)
 CLEAN, CORRUPTED = tokens(24).reshape(3, 8), tokens(24, seed=5).reshape(3, 8)
 UNEQUAL = [*CLEAN[:2], CLEAN[2, :5]], [*CORRUPTED[:2], CORRUPTED[2, :5]]
+CLOSE = dict(rtol=LAW, atol=0)
 ANSWERS, RIVALS = torch.tensor([3, 4, 5]), torch.tensor([7, 8, 3])
 
 
@@ -185,7 +189,7 @@ def test_estimates_are_gradients_at_each_input_times_the_writers_difference(name
     for one, given in zip(passes, (CLEAN, CORRUPTED), strict=True):
         one.run(given)
     clean, corrupted = (one.written for one in passes)
-    expected, outputs = dict.fromkeys(places(found), 0.0), dict.fromkeys(clean, 0.0)
+    expected, outputs = dict.fromkeys(places(found), 0.0), {writer: torch.zeros(8, dtype=torch.float64) for writer in clean}
     path = [1.0] if method == "eap" else [k / steps for k in range(1, steps + 1)]
     with torch.enable_grad():
         for share in path:
@@ -196,15 +200,17 @@ def test_estimates_are_gradients_at_each_input_times_the_writers_difference(name
             gradients = dict(zip(points, torch.autograd.grad(value, list(points.values())), strict=True))
             for writer, y in clean.items():
                 difference = (y - corrupted[writer]) / (len(path) * len(CLEAN))
-                outputs[writer] += float((difference * gradients["output", writer]).sum())
+                outputs[writer] += (difference * gradients["output", writer]).sum(dim=(0, 2))
             for writer, reader, input_ in expected:
                 difference = (clean[writer] - corrupted[writer]) / (len(path) * len(CLEAN))
                 expected[writer, reader, input_] += float((difference * gradients[reader, input_]).sum())
     frame = found.edges.set_index(["writer", "reader", "input"])["estimate"]
     ours = torch.tensor(frame.loc[list(expected)].to_numpy())
     assert relative_error(ours, torch.tensor(list(expected.values()), dtype=torch.float64)) < LAW
-    nodes = torch.tensor(found.nodes.set_index("node")["estimate"].loc[list(outputs)].to_numpy())
-    assert relative_error(nodes, torch.tensor(list(outputs.values()), dtype=torch.float64)) < LAW
+    order = dict(zip(found.nodes["node"], range(len(clean)), strict=False))
+    by_position, of_nodes = torch.stack(list(outputs.values())), torch.tensor(found.nodes["estimate"].to_numpy())
+    assert relative_error(found.by_position[[order[writer] for writer in outputs]], by_position) < LAW
+    assert relative_error(of_nodes[[order[writer] for writer in outputs]], by_position.sum(dim=1)) < LAW
     assert frame.abs().is_monotonic_decreasing and ours.abs().max() > 1e-3
 
 
@@ -344,12 +350,69 @@ def test_faithfulness_is_that_of_mib(by):
     assert elsewhere.corrupted == pytest.approx(result.clean, rel=1e-12) and elsewhere.clean != pytest.approx(result.corrupted)
 
 
+def test_circuits_at_sizes_are_those_that_are_kept_and_their_faithfulness_is_that_of_a_run():
+    found = circuit(shared("softmax, rotary, grouped"), CLEAN, CORRUPTED, (ANSWERS, RIVALS))
+    at = found.at_sizes([20, 0.5, 1.0])
+    half = faithfulness(found, [20.5 / len(found.edges), 0.5, 1.0])
+    np.testing.assert_allclose(at.table[["metric", "faithfulness"]], half.table[["metric", "faithfulness"]], rtol=LAW)
+    assert (at.clean, at.corrupted) == (half.clean, half.corrupted)
+    for row, one, size in zip(at.table.itertuples(), at.circuits, [20, 0.5, 1.0], strict=True):
+        assert torch.equal(one.kept, found.keep(size).kept)
+        assert (row.n_edges, row.n_nodes) == (one.edges["kept"].sum(), one.nodes["kept"].sum())
+    (alone,) = at.circuits[1].at_sizes().table.to_dict("records")
+    assert alone == at.table.loc[1].to_dict()
+
+
+def rows_kept(frame):
+    return frame.query("kept").reset_index(drop=True)
+
+
+@pytest.mark.parametrize("name", ["softmax, learned", "softmax, rotary, grouped", "softmax, no norm, attention only"])
+def test_as_a_graph_of_networkx_its_ways_are_those_of_the_circuit(name):
+    """Rows are nodes and edges; a key-value head's keys lead to all heads of its group in the circuit, and to no other."""
+    found = circuit(shared(name), CLEAN, CORRUPTED, (ANSWERS, RIVALS)).keep(40)
+    graph, nodes, edges = found.to_networkx(), rows_kept(found.nodes), rows_kept(found.edges)
+    rows = pd.DataFrame([row for _, _, row in graph.edges(data=True) if row])
+    pd.testing.assert_frame_equal(rows.sort_values("estimate", key=abs, ascending=False, ignore_index=True), edges, **CLOSE)
+    inputs = {node for node, row in graph.nodes(data=True) if "input" in row}
+    assert {node: row for node, row in graph.nodes(data=True) if node not in inputs}.keys() == set(nodes["node"])
+    assert all(graph.nodes[row.node]["estimate"] == row.estimate for row in nodes.itertuples() if row.node != "logits")
+    group = found.model.cfg.n_heads // (found.model.cfg.n_key_value_heads or found.model.cfg.n_heads)
+    for node in inputs:
+        layer, head, x = node.split(".")
+        fed = [f"{layer}.{head}"] if x == "q" else [f"{layer}.{int(head) * group + i}" for i in range(group)]
+        assert set(graph.successors(node)) == {one for one in fed if one in set(nodes["node"])} != set()
+    for node in graph:
+        assert networkx.has_path(graph, "embedding", node) and networkx.has_path(graph, node, "logits")
+    assert networkx.is_directed_acyclic_graph(graph) and len(edges) >= 10
+
+
+def test_as_json_it_has_the_rows_of_its_frames():
+    found = circuit(shared("softmax, learned"), *UNEQUAL, (ANSWERS, RIVALS), confirm=3).keep(40)
+    read = json.loads(found.to_json([10, 20]))
+    for name in ("nodes", "edges"):
+        frame = rows_kept(getattr(found, name))
+        pd.testing.assert_frame_equal(pd.DataFrame(read[name]).astype(frame.dtypes), frame, **CLOSE)
+    at = found.at_sizes([10, 20])
+    assert read["faithfulness"] == at.table.to_dict("records") and (read["clean"], read["corrupted"]) == (
+        at.clean,
+        at.corrupted,
+    )
+    assert sorted(len(pair["clean"]) for pair in read["pairs"]) == [5, 8, 8] and read["pairs"][0].keys() == {
+        "clean",
+        "corrupted",
+    }
+
+
 def test_pairs_of_several_lengths_are_those_of_each_length_and_a_function_measures_as_well():
     model = shared("softmax, learned")
     found = circuit(model, *UNEQUAL, (ANSWERS, RIVALS))
     longer = circuit(model, CLEAN[:2], CORRUPTED[:2], (ANSWERS[:2], RIVALS[:2]))
     shorter = circuit(model, UNEQUAL[0][2], UNEQUAL[1][2], (5, 3))
     assert relative_error(found.estimates, (2 * longer.estimates + shorter.estimates) / 3) < LAW
+    by_position = 2 * longer.by_position  # counted from the last
+    by_position[:, -5:] += shorter.by_position
+    assert relative_error(found.by_position, by_position / 3) < LAW
     measure = circuit(model, CLEAN[:2], CORRUPTED[:2], lambda x: x[[0, 1], -1, ANSWERS[:2]] - x[[0, 1], -1, RIVALS[:2]])
     assert relative_error(measure.estimates, longer.estimates) < LAW
     lengths = sorted(pairs.clean.shape[1] for pairs in found.batches)
