@@ -40,6 +40,8 @@ _HOMES = importlib.import_module("kvlens.analyses.registry").ANALYSES | {
     "ANSWER": "kvlens.analyses.declaration",
     "Analysis": "kvlens.analyses.declaration",
     "AttentionUnderBias": "kvlens.analyses.heads.rows",
+    "AtSizes": "kvlens.analyses.circuits.estimates",
+    "Circuit": "kvlens.analyses.circuits.estimates",
     "Columns": "kvlens.analyses.declaration",
     "Field": "kvlens.analyses.declaration",
     "HeadDetails": "kvlens.analyses.heads.rows",

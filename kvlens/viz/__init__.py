@@ -1,9 +1,9 @@
 """Figures of a converted prompt, for notebooks, papers and web pages that work offline.
 
-Every function draws the result of an analysis, a table or tensors, and runs no model; only `attention_view_under_bias` does. It
-returns a `Piece`, which is shown inline in a notebook; ``save_html`` writes it as one self-contained file; ``save_png`` and
-``save_svg`` write a static figure if there is one. A `Page` combines several in one file. Functions with a static figure can
-also draw into matplotlib axes, given as ``ax=`` (``axes=`` for several), and then return these axes.
+Every function draws the result of an analysis, a table or tensors, and runs no model; only `attention_view_under_bias` and
+`circuit_view` do. It returns a `Piece`, which is shown inline in a notebook; ``save_html`` writes it as one self-contained
+file; ``save_png`` and ``save_svg`` write a static figure if there is one. A `Page` combines several in one file. Functions with
+a static figure can also draw into matplotlib axes, given as ``ax=`` (``axes=`` for several), and then return these axes.
 
     from kvlens.analyses import bias_by_head, head_details
     head_heatmap(bias_by_head(model, prompt, text), "ablation_kl", details=head_details(model, prompt, text))
@@ -13,6 +13,7 @@ also draw into matplotlib axes, given as ``ax=`` (``axes=`` for several), and th
 """
 
 from kvlens.viz.attention import attention_view, attention_view_under_bias, induction_arcs, linked_view
+from kvlens.viz.circuits import circuit_view
 from kvlens.viz.heads import dual_view, head_heatmap
 from kvlens.viz.page import Page, Piece
 from kvlens.viz.tables import contribution_bars, error_table
@@ -23,6 +24,7 @@ __all__ = [
     "Piece",
     "attention_view",
     "attention_view_under_bias",
+    "circuit_view",
     "colored_tokens",
     "contribution_bars",
     "depth_map",

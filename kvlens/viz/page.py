@@ -29,7 +29,7 @@ from kvlens.viz._text import html_text, packed
 
 SCRIPTS = tuple(
     f"{name}.js"
-    for name in ("base", "kvlens", "circuitsvis", "explained", "dual", "linked", "depth", "arcs", "contents", "save")
+    for name in ("base", "kvlens", "circuitsvis", "explained", "dual", "linked", "depth", "arcs", "circuit", "contents", "save")
 )
 """Our scripts, in the order in which they run; the first has the shared functions."""
 

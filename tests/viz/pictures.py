@@ -1,6 +1,7 @@
 """Tables and tokens that the tests draw, and one example of every picture."""
 
 import base64
+import functools
 import gzip
 import json
 import math
@@ -11,7 +12,7 @@ import torch
 from tiny_text_model import PROMPT, TEXT, softmax
 
 from kvlens import viz
-from kvlens.analyses import HeadDetails, LinkedShares
+from kvlens.analyses import HeadDetails, LinkedShares, circuit
 
 NASTY = ["$x^2$", "🙂", "\n", "שלום", "<b>", "\x00", "_{"]
 PATTERN = torch.tril(torch.ones(2, 3, 3)) / torch.tensor([1.0, 2.0, 3.0])[:, None]
@@ -77,6 +78,13 @@ def by_depth(**changes) -> pd.DataFrame:
     return table.assign(**changes)
 
 
+@functools.cache
+def a_circuit():
+    """Of two layers of three heads."""
+    prompts = ["The widget is purple. The", "The gadget is purple. The"]
+    return circuit(softmax(), prompts, prompts[::-1], (" widget", " gadget"))
+
+
 PICTURES = {  # each takes ``ax`` or ``axes``
     "head_heatmap": lambda **ax: viz.head_heatmap(heads(loss=[-1.0, math.nan, 0.5]), "loss", title="a map", **ax),
     "contribution_bars": lambda **ax: viz.contribution_bars(heads(part=NASTY[:3]), "b_kv_norm", part="part", **ax),
@@ -84,6 +92,7 @@ PICTURES = {  # each takes ``ax`` or ``axes``
     "induction_arcs": lambda **ax: viz.induction_arcs(["a", "b", "\ud800", "a"], 2, ARCS, SCORES, **ax),
     "dual_view": lambda **ax: viz.dual_view(losses(), demonstrations(), **ax),
     "depth_map": lambda **axes: viz.depth_map(by_depth(), **axes),
+    "circuit_view": lambda **ax: viz.circuit_view(a_circuit(), [20, 60], n_reasons=1, title="$a_{", **ax),
     "attention_view": lambda **axes: viz.attention_view(NASTY[:3], PATTERN - 0.25, n_prompt=1, **axes),
     "attention_view_under_bias": lambda **axes: viz.attention_view_under_bias(softmax(), PROMPT, TEXT, 1, heads=[0, 1], **axes),
 }

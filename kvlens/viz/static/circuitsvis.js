@@ -2,7 +2,7 @@
 // click, or at once where the page is this picture alone.
 "use strict";
 (() => {
-  let loading = null;
+  let loading = null, n = 0;
 
   const { ready, unpacked, dataOf, valuesOf } = KVLENS;
   const load = async () => {
@@ -17,29 +17,37 @@
     return { ...props, attention: props.attentionHeadNames.map((_, head) => props.tokens.map((_, i) => row(head * length + i))) };
   };
 
-  const setUp = (figure, index) => {
-    const target = figure.querySelector(":scope > div"), button = figure.querySelector(".draw");
-    target.id = `circuitsvis-${index}`;
-    let width = 0, waiting = null, props = null;
+  // one of its components in `target`, which it fills as wide as it is
+  const show = async (target, component, props, name) => {
+    await (loading ??= load());
+    target.id = `circuitsvis-${(n += 1)}`;
+    new MutationObserver(() => { // its canvases have a role but no name
+      for (const canvas of target.querySelectorAll("canvas:not([aria-label])")) canvas.setAttribute("aria-label", name);
+    }).observe(target, { childList: true, subtree: true });
+    let width = 0, waiting = null;
     const render = () => { // it measures its width only once, when it is drawn
-      if (width === figure.clientWidth) return;
-      width = figure.clientWidth;
+      if (width === target.clientWidth || !target.isConnected) return;
+      width = target.clientWidth;
       target.replaceChildren();
-      CircuitsVis.render(target.id, CircuitsVis.AttentionHeads, props);
+      CircuitsVis.render(target.id, CircuitsVis[component], props);
     };
+    render();
+    window.addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(render, 200); });
+  };
+  KVLENS.circuitsvis = show;
+
+  const setUp = (figure) => {
+    const target = figure.querySelector(":scope > div"), button = figure.querySelector(".draw");
     const draw = async () => {
       button.disabled = true;
-      await Promise.all([ready, (loading ??= load())]);
-      props = drawn(dataOf(figure));
+      await ready;
+      const props = drawn(dataOf(figure));
+      await (loading ??= load());
       button.remove();
-      new MutationObserver(() => { // its canvases have a role but no name
-        for (const canvas of target.querySelectorAll("canvas:not([aria-label])")) canvas.setAttribute("aria-label", "attention pattern of a head");
-      }).observe(target, { childList: true, subtree: true });
       figure.tabIndex = 0; // it scrolls sideways on a small screen
       figure.setAttribute("role", "region");
       figure.setAttribute("aria-label", "attention patterns");
-      render();
-      window.addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(render, 200); });
+      show(target, "AttentionHeads", props, "attention pattern of a head");
     };
     button.addEventListener("click", draw);
     if (document.querySelector("main[data-draw]")) draw();
