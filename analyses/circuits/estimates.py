@@ -268,7 +268,8 @@ class Circuit:
         clean, corrupted = (embedded_tokens(self.model, tokens) for tokens in (pairs.clean, pairs.corrupted))
         other = Pass(self.model, self.graph)
         other.logits(corrupted, 1)
-        written, found = torch.cat(other.written), dict[bytes, Tensor]()
+        first = int((pairs.clean != pairs.corrupted).any(dim=0).int().argmax())
+        written, found = torch.cat([y[:, :, first:] for y in other.written]), dict[bytes, Tensor]()
         keys = [kept.numpy().tobytes() for kept in circuits]
         for key, kept in zip(keys, circuits, strict=True):
             if key not in found:  # small ones are often empty

@@ -91,7 +91,8 @@ def _written_by_heads(block: Any, z: Float[Tensor, "pair pos head d_head"]) -> t
 
 
 class CircuitPass(Pass):
-    """A pass in which each reader sees, of the writers whose edge is cut, what these wrote on the corrupted prompt."""
+    """A pass in which each reader sees, of the writers whose edge is cut, what these wrote on the corrupted prompt: at the last
+    positions, for which this is given; at those before, whose tokens are the same, they write the same."""
 
     def __init__(self, model: HookedKVTransformer, graph: Graph, kept: Bool[Tensor, "writer reader"], corrupted: Written):
         super().__init__(model, graph)
@@ -101,10 +102,15 @@ class CircuitPass(Pass):
     def read(self, some: slice, stream: Tensor) -> Tensor:
         """The stream, plus (y'_w - y_w) of every writer that is cut."""
         changes = self.cut[: self.n, some].T @ self.gaps[: self.n].flatten(1)
-        return stream + changes.view(-1, *stream.shape)
+        inputs = stream.repeat(some.stop - some.start, 1, 1, 1)
+        self._last(inputs).add_(changes.view(-1, *self.gaps.shape[1:]))
+        return inputs
 
     def write(self, outputs: Written) -> None:
         """Note how far they are from what was written on the corrupted prompt."""
         now = slice(self.n, self.n + len(outputs))
-        self.gaps[now] = self.corrupted[now] - outputs
+        self.gaps[now] = self.corrupted[now] - self._last(outputs)
         self.n = now.stop
+
+    def _last(self, x: Float[Tensor, "any pair pos d_model"]) -> Float[Tensor, "any pair n_last d_model"]:
+        return x[:, :, x.shape[2] - self.gaps.shape[2] :]
