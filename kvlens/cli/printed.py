@@ -8,7 +8,7 @@ from rich.table import Table
 
 from kvlens.explanation import Explained, paragraphs
 from kvlens.explanation.exchanges import POSITION_GROUPS
-from kvlens.explanation.presentation import MEANINGS, answered, kept_in_words
+from kvlens.explanation.presentation import MEANINGS, answered, kept_in_words, sources_in_words
 from kvlens.terminal import WIDTH, make_console, visible
 
 MOST_ROWS, BAR = 12, 10
@@ -24,7 +24,10 @@ def print_explanation(found: Explained) -> None:
 
 
 def _show(console: Console, found: Explained) -> None:
-    console.print(_wrapped(answered(found.response, found.cut_after, 2000)), style="bold", end="\n\n")
+    console.print(_wrapped(answered(found.marked, found.cut_after)), style="bold", end="\n\n")
+    for line in sources_in_words(found):
+        console.print(_wrapped(str(line), indent="    "))
+    console.print()
     console.print(_wrapped(kept_in_words(found)), end="\n\n")
     for paragraph in paragraphs(found):
         console.print(_wrapped(" ".join(sentence.text for sentence in paragraph)), end="\n\n")

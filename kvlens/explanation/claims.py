@@ -31,6 +31,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvlens.arguments import Span
 from kvlens.texts import Response, Word
 
 DEPENDS = 2.0
@@ -77,10 +78,14 @@ def normal(word: str) -> str:
     return plain.translate(ALIKE).removesuffix("'s")
 
 
+def is_content(word: Word) -> bool:
+    """Whether it is a word, and none of `FUNCTION_WORDS`."""
+    return word.is_word and normal(word.text) not in FUNCTION_WORDS
+
+
 def content_words(words: Iterable[Word]) -> tuple[str, ...]:
     """The content words among words and marks, as :func:`normal` writes them, each once."""
-    normals = (normal(word.text) for word in words if word.is_word)
-    return tuple(dict.fromkeys(word for word in normals if word not in FUNCTION_WORDS))
+    return tuple(dict.fromkeys(normal(word.text) for word in words if is_content(word)))
 
 
 def claims_of(response: Response, falls: Sequence[float], question: frozenset[str]) -> list[Claim]:
@@ -106,20 +111,19 @@ def claim_of(response: Response, start: int, stop: int, nats: float, question: f
     chosen = response.words[start:stop]
     content = content_words(chosen)
     words = tuple(word for word in content if word not in question) or content or tuple(normal(word.text) for word in chosen)
-    return Claim(_text_of(response, start, stop), chosen[0].start, chosen[-1].stop, words, nats)
+    places = places_of_words(response)
+    text = response.text[places[start][0] : places[stop - 1][1]]
+    return Claim(text, chosen[0].start, chosen[-1].stop, words, nats)
 
 
-def _text_of(response: Response, start: int, stop: int) -> str:
-    """The words as they stand in the response's text."""
+def places_of_words(response: Response) -> list[Span]:
+    """The characters of each word in the response's text; none of what ends it, which is not in the text."""
     at, places = 0, []
-    for word in response.words[:stop]:
+    for word in response.words:
         found = response.text.find(word.text, at)
-        if found >= 0:
-            places.append((found, found + len(word.text)))
-            at = found + len(word.text)
-        else:
-            places.append((at, at))
-    return response.text[places[start][0] : places[stop - 1][1]]
+        places.append((at, at) if found < 0 else (found, found + len(word.text)))
+        at = places[-1][1]
+    return places
 
 
 def _is_name(word: Word) -> bool:

@@ -10,7 +10,9 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvlens.analyses.declaration import Columns
-from kvlens.explanation.presentation import explanation_view, in_words
+from kvlens.explanation.citations import by_sentence, citations_of, marked, needs_account
+from kvlens.explanation.claims import places_of_words
+from kvlens.explanation.presentation import SEPARATOR, explanation_view, in_words
 from kvlens.explanation.runs import Outcome
 
 CLAIM_COLUMNS = Columns(
@@ -49,6 +51,9 @@ WORD_COLUMNS = Columns(
     text=("str", "the word, or a mark"),
     nats=("float64", "by which it falls when all units are gone"),
     claim=("int64", "the claim that it belongs to; -1: none"),
+    start=("int64", "its first character in the response"),
+    stop=("int64", "behind its last"),
+    account=("str", "of a content word, why it is there: :mod:`~kvlens.explanation.citations`; empty: of others"),
 )
 STATEMENT_COLUMNS = Columns(
     claim=("int64", "which claim it is about"),
@@ -76,9 +81,7 @@ POSITION_COLUMNS = Columns(
     token=("str", "there"),
 )
 
-SEPARATOR = "+"
-"""What stands between the members of a set."""
-TABLES = ("claims", "units", "effects", "words", "statements", "positions")
+TABLES = ("claims", "units", "effects", "words", "statements", "positions", "citations")
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,8 @@ class Explained:
         units: `UNIT_COLUMNS`.
         effects: `EFFECT_COLUMNS`.
         words: `WORD_COLUMNS`.
+        citations: what each word of the response rests on, `CITATION_COLUMNS`.
+        documents: the documents and messages by name, as the model read them; ``citations`` counts their characters.
         cause: the heading claim's cause, by number of units; empty where none was found.
         statements: `STATEMENT_COLUMNS`, a row for each intervention and claim.
         positions: `POSITION_COLUMNS`, of each group that was exchanged; empty unless asked for.
@@ -122,6 +127,8 @@ class Explained:
     units: pd.DataFrame
     effects: pd.DataFrame
     words: pd.DataFrame
+    citations: pd.DataFrame
+    documents: dict[str, str]
     cause: tuple[int, ...]
     statements: pd.DataFrame
     positions: pd.DataFrame
@@ -140,6 +147,16 @@ class Explained:
         """The heading claim as sentences name it."""
         return "the answer" if self.is_whole else repr(self.claim)
 
+    @property
+    def marked(self) -> str:
+        """The response with a mark behind the words that have one: the numbers of their sources, or ``memory`` or ``?``."""
+        return marked(self.response, self.citations)
+
+    @property
+    def by_sentence(self) -> pd.DataFrame:
+        """What each sentence of the response rests on, `SENTENCE_COLUMNS`."""
+        return by_sentence(self.response, self.words, self.citations)
+
     def rows(self, about: str, *roles: str) -> pd.DataFrame:
         """The heading claim's statements of some roles."""
         table = self.statements
@@ -151,9 +168,10 @@ class Explained:
 
     def to_json(self) -> str:
         """Return everything as JSON."""
-        names = "always_there response cut_after about is_whole without n_layers n_tokens left_out"
+        names = "always_there question response marked documents cut_after about is_whole without n_layers n_tokens left_out"
         plain = {name: getattr(self, name) for name in names.split()}
-        tables = {name: json.loads(table.to_json(orient="records")) for name, table in self.tables().items()}
+        frames = self.tables() | {"by_sentence": self.by_sentence}
+        tables = {name: json.loads(table.to_json(orient="records")) for name, table in frames.items()}
         return json.dumps(
             plain | {"response_tokens": self.response_tokens.tolist()} | {"cause": list(self.cause)} | tables,
             ensure_ascii=False,
@@ -187,7 +205,7 @@ def found_by(
         n_layers: how many layers were tried one by one.
         positions: of each group that was exchanged.
     """
-    statements = pd.DataFrame(explaining.rows)
+    statements, citations = pd.DataFrame(explaining.rows), citations_of(explaining)
     return Explained(
         always_there=explaining.read.always_there,
         question=explaining.read.question,
@@ -201,7 +219,9 @@ def found_by(
         is_whole=explaining.is_whole,
         units=_table_of_units(explaining, each, heading, causes[heading]),
         effects=_table_of_effects(explaining, each),
-        words=_table_of_words(explaining),
+        words=_table_of_words(explaining, citations),
+        citations=citations,
+        documents=explaining.read.documents,
         cause=causes[heading],
         statements=STATEMENT_COLUMNS.frame({name: statements[name].tolist() for name in statements}),
         positions=POSITION_COLUMNS.frame({name: positions.get(name, []) for name in POSITION_COLUMNS}),
@@ -264,8 +284,15 @@ def _table_of_effects(explaining: Any, each: dict[int, Outcome]) -> pd.DataFrame
     )
 
 
-def _table_of_words(explaining: Any) -> pd.DataFrame:
-    words = explaining.response.words
+def _table_of_words(explaining: Any, citations: pd.DataFrame) -> pd.DataFrame:
+    words, places = explaining.response.words, places_of_words(explaining.response)
+    spans = list(zip(citations["response_start"], citations["response_stop"], citations["account"], strict=True))
+    accounts = [
+        next((account for first, last, account in spans if first <= start < stop <= last), "")
+        if needs_account(word, explaining.response.text, start, stop)
+        else ""
+        for word, (start, stop) in zip(words, places, strict=True)
+    ]
     return WORD_COLUMNS.frame(
         {
             "word": range(len(words)),
@@ -274,5 +301,8 @@ def _table_of_words(explaining: Any) -> pd.DataFrame:
             "claim": [
                 next((i for i, c in enumerate(explaining.claims) if c.start <= word.start < c.stop), -1) for word in words
             ],
+            "start": [start for start, _ in places],
+            "stop": [stop for _, stop in places],
+            "account": accounts,
         }
     )

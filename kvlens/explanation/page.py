@@ -89,7 +89,7 @@ def explanation_page(
     said = "this" if found.is_whole else repr(found.claim)
     asked = f"Asked: {quoted(found.question, LONGEST_SHOWN)} " if found.question else ""
     page = Page(f"Why did the model say {said}?", f"{asked}Model: {model_in_words(model, model_name)}.")
-    page.section("The answer").add(explanation_view(found))
+    page.section("The answer").add(explanation_view(found, asked=False))
     measured = _Measured(model, found, ablates="heads" in names)
 
     def tell(name: str, before: int, done: float) -> None:

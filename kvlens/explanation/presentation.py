@@ -9,7 +9,10 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from kvlens.explanation.claims import GONE, LOST, NEAR_TIES, OTHER_WORDS, PARTLY, SAME
+import pandas as pd
+
+from kvlens.explanation.citations import SAID_ANYWAY, IN_QUESTION, SOURCE, TOGETHER, UNFOUND, MarkedRun, marked_runs
+from kvlens.explanation.claims import GONE, LOST, NEAR_TIES, OTHER_WORDS, PARTLY, SAID, SAME
 from kvlens.explanation.exchanges import POSITION_GROUPS
 from kvlens.viz import Piece
 from kvlens.viz._text import data_script, html_text
@@ -37,6 +40,8 @@ MOST_NAMED, MOST_LISTED = 3, 6
 """How many of the units or layers that lose a claim alone are described, and how many names stand in a list."""
 READABLE = 1e-5
 """The smallest probability that is written as a percentage, 0.001 %."""
+SEPARATOR = "+"
+"""What stands between the members of a set."""
 NO_BREAK = "\N{NO-BREAK SPACE}"
 FULL_SHADE = 8.0
 """How many nats give a word or a unit the full color."""
@@ -54,25 +59,110 @@ class PrintedSentence(NamedTuple):
     rows: tuple[int, ...]
 
 
+class SourceLine(NamedTuple):
+    """What the list below the answer says of a mark.
+
+    Attributes:
+        mark: what stands in the brackets; empty of words that have no mark.
+        text: what it says.
+        rows: indices of ``statements`` that it is about.
+    """
+
+    mark: str
+    text: str
+    rows: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"[{self.mark}] {self.text}" if self.mark else self.text
+
+
 def paragraphs(found: Any) -> list[list[PrintedSentence]]:
     """The sentences on the response and its claims, on the units, on the layers, and on positions."""
     return [each for each in map(list, (_of_claims(found), _of_units(found), _of_layers(found), _of_positions(found))) if each]
 
 
 def in_words(found: Any) -> str:
-    """The paragraphs as text; in front, the response and what is never removed."""
+    """The response with its sources, what is never removed, and the paragraphs, as text."""
     texts = [" ".join(sentence.text for sentence in paragraph) for paragraph in paragraphs(found)]
-    return "\n\n".join([answered(found.response, found.cut_after), kept_in_words(found), *texts])
+    sources = "\n".join(map(str, sources_in_words(found)))
+    return "\n\n".join(filter(None, [answered(found.marked, found.cut_after), sources, kept_in_words(found), *texts]))
 
 
-def answered(response: str, cut_after: int | None, longest: int = LONGEST_SAID) -> str:
+def answered(response: str, cut_after: int | None) -> str:
     """What the model answers, and whether it was cut off there."""
-    return f"The model answers: {quoted(response, longest)}{cut_off(cut_after)}"
+    return f"The model answers: {quoted(response, len(response))}{cut_off(cut_after)}"
 
 
 def kept_in_words(found: Any) -> str:
     """What no run of the explanation is without."""
     return f"Never removed: {listed(found.always_there)}."
+
+
+def sources_in_words(found: Any) -> list[SourceLine]:
+    """A line for each mark: a source, sources that are needed together, what needs no part, and what none was found for."""
+    own = found.citations[found.citations["account"].isin([SOURCE, TOGETHER])]
+    lines = []
+    for number, rows in own.sort_values("source").groupby("source"):
+        alone, unit = rows[rows["account"] == SOURCE], int(rows["unit"].iloc[0])
+        text, of_claims = _without_these(found, alone, str(unit), "it") if len(alone) else ("", ())
+        lines.append(SourceLine(str(number), f"{unit_named(found, unit)}{'. ' if text else ''}{text}", of_claims))
+    several = [rows for _, rows in own[own["account"] == TOGETHER].groupby("claim", sort=False)]
+    numbers = [SEPARATOR.join(map(str, sorted(rows["source"]))) for rows in several]
+    for mark in dict.fromkeys(numbers):
+        claims = pd.concat([rows.head(1) for rows, number in zip(several, numbers, strict=True) if number == mark])
+        parts = SEPARATOR.join(map(str, sorted(several[numbers.index(mark)]["unit"])))
+        lines.append(SourceLine(mark, *_without_these(found, claims, parts, "these together")))
+    return [*lines, *_without_sources(found)]
+
+
+def _without_these(found: Any, claims: pd.DataFrame, parts: str, them: str) -> tuple[str, tuple[int, ...]]:
+    """Which claims are lost without units, and the statements that say so."""
+    lost = found.statements.query("about == 'units' and role == 'breaking'")
+    rows = lost.index[lost["claim"].isin(claims["claim"]) & (lost["parts"] == parts)]
+    return f"Without {them}, {_lost_in_words(found, claims)}.", tuple(map(int, rows))
+
+
+def _lost_in_words(found: Any, rows: pd.DataFrame) -> str:
+    """Which claims are lost, and which in part."""
+    by_verdict = rows.groupby("verdict", sort=False)["text"]
+    named = {verdict: ["the answer"] if found.is_whole else [*dict.fromkeys(map(repr, words))] for verdict, words in by_verdict}
+    return " and ".join(
+        f"{listed(words)} {'is' if len(words) == 1 else 'are'} lost{' in part' if verdict == PARTLY else ''}"
+        for verdict, words in named.items()
+    )
+
+
+def _without_sources(found: Any) -> Iterator[SourceLine]:
+    """The lines on words without a source; what they say is about the run without any part."""
+    rows = tuple(map(int, found.rows("units", "none").index))
+    account, is_said = found.citations["account"], found.citations["verdict"].isin(SAID)
+    verdicts = set(found.citations.loc[account == SAID_ANYWAY, "verdict"])
+    left = _phrases(found, (account == SAID_ANYWAY) & ~is_said)
+    if verdicts and verdicts <= {SAME, NEAR_TIES}:
+        ties = ", but for near ties" if NEAR_TIES in verdicts else ""
+        yield SourceLine("memory", f"Without any part of the prompt, the model gives the same answer{ties}.", rows)
+    elif said := _phrases(found, (account == SAID_ANYWAY) & is_said):
+        yield SourceLine("memory", f"Said without any part of the prompt, too: {_some(said)}.", rows)
+    if left:
+        fall = "does not fall" if len(left) == 1 else "do not fall"
+        text = f"Not said without any part, but {fall} there, the words before given: {_some(left)}."
+        yield SourceLine("memory", text, rows)
+    if unfound := _phrases(found, account == UNFOUND):
+        text = f"Lost without all parts of the prompt, and no part was found that loses it: {_some(unfound)}."
+        yield SourceLine("?", text, rows)
+    if asked := _phrases(found, account == IN_QUESTION):
+        yield SourceLine("", f"Words of the question have no mark: {_some(asked)}.", ())
+
+
+def _phrases(found: Any, chosen: pd.Series) -> list[str]:
+    """The words of some rows of the citations in quotation marks, neighbors together."""
+    spans: list[tuple[int, int]] = []
+    for row in found.citations[chosen].itertuples():
+        if spans and not found.response[spans[-1][1] : row.response_start].strip():
+            spans[-1] = (spans[-1][0], row.response_stop)
+        else:
+            spans.append((row.response_start, row.response_stop))
+    return [repr(found.response[start:stop]) for start, stop in spans]
 
 
 def cut_off(cut_after: int | None) -> str:
@@ -338,21 +428,23 @@ def _places(row: Any) -> str:
 # --- the page ---
 
 
-def explanation_view(found: Any) -> Piece:
+def explanation_view(found: Any, *, asked: bool = True) -> Piece:
     """Draw an explanation.
 
     Args:
         found: a :class:`kvlens.explanation.Explained`.
+        asked: whether the question stands above the answer, where nothing else says what it was.
     """
+    question = f'<p class="found">Asked: {html_text(quoted(found.question))}</p>' if asked and found.question else ""
     told = "".join(
         f'<p class="found">{html_text(text.replace(" %", NO_BREAK + "%"))}</p>'
         for text in (kept_in_words(found), *(" ".join(each.text for each in paragraph) for paragraph in paragraphs(found)))
     )
     meanings = "".join(f"<dt>{html_text(word)}</dt><dd>{html_text(meaning)}</dd>" for word, meaning in MEANINGS)
     body = (
-        '<figure class="piece explained" data-kvlens="explained">'
+        f'<figure class="piece explained" data-kvlens="explained">{question}'
         f"<figcaption>The model answers{cut_off(found.cut_after)}</figcaption>"
-        f'<div class="tokens response">{_response(found)}</div>'
+        f'<div class="tokens response">{_response(found)}</div>{_sources(found)}'
         '<p class="note">The darker a word, the more of its log-probability is gone without the parts of the prompt. '
         f"Underlined: words that depend on them; choose one.</p>{told}"
         f"<h3>The parts of the prompt, and what is lost without each</h3>{_without_numbers(found)}"
@@ -370,19 +462,42 @@ def _shade(nats: float) -> str:
 
 
 def _response(found: Any) -> str:
-    """The words as they stand in the response, shaded; those of a claim are buttons."""
+    """The words as they stand in the response, shaded; those of a claim are buttons, and marks lead to their lines."""
     text, at, parts = found.response, 0, []
-    for word in found.words.itertuples():
-        place = text.find(word.text, at)
-        if place < 0:
-            continue
-        parts.append(html_text(text[at:place]))
-        at = place + len(word.text)
+    marks = {run.stop: _mark(found, number, run) for number, run in enumerate(marked_runs(text, found.citations))}
+    for word in found.words[found.words["start"] < found.words["stop"]].itertuples():
         of_claim = f' data-claim="{word.claim}" class="in-claim"' if word.claim >= 0 and not found.is_whole else ""
         tag = "button" if of_claim else "span"
+        of_account = f' data-account="{word.account}"' if word.account else ""
         title = f"falls by {word.nats:.1f} nats without all parts"
-        parts.append(f'<{tag}{of_claim} style="{_shade(word.nats)}" title="{title}">{html_text(word.text)}</{tag}>')
+        parts.append(
+            f'{html_text(text[at : word.start])}<{tag}{of_claim}{of_account} style="{_shade(word.nats)}" '
+            f'title="{title}">{html_text(word.text)}</{tag}>{marks.get(word.stop, "")}'
+        )
+        at = word.stop
     return "".join(parts) + html_text(text[at:])
+
+
+def _mark(found: Any, number: int, run: MarkedRun) -> str:
+    """A mark, of which each number or word leads to the first line that has it."""
+    marks = [line.mark for line in sources_in_words(found)]
+    names = re.split(r"(, |\+)", run.mark)
+    links = "".join(f'<a href="#source-{marks.index(name)}">{name}</a>' if name in marks else name for name in names)
+    return f'<sup class="mark" id="mark-{number}">[{links}]</sup>'
+
+
+def _sources(found: Any) -> str:
+    """A line for each mark, with links back to where it stands in the answer."""
+    runs, lines = marked_runs(found.response, found.citations), []
+    for i, line in enumerate(sources_in_words(found)):
+        back = "".join(
+            f' <a href="#mark-{number}" title="in the answer: {html_text(found.response[run.start : run.stop])}">↑</a>'
+            for number, run in enumerate(runs)
+            if line.mark and line.mark in (run.mark, *re.split(r", |\+", run.mark))
+        )
+        mark = f'<b class="cited">[{html_text(line.mark)}]</b> ' if line.mark else ""
+        lines.append(f'<li id="source-{i}">{mark}{html_text(" ".join(line.text.split()))}{back}</li>')
+    return f'<ul class="citations">{"".join(lines)}</ul>' if lines else ""
 
 
 def _without_numbers(found: Any) -> str:

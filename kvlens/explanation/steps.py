@@ -19,10 +19,11 @@ from kvlens.chat import ROLES, Chat, as_prompt, one_sequence, prompt_layout
 from kvlens.checks import Count, checked
 from kvlens.errors import nearest
 from kvlens.explanation.by_unit import UnitGroup, UnitSearch, groups_of
+from kvlens.explanation.citations import DocumentSpan, documents_of
 from kvlens.explanation.claims import DEPENDS, GONE, SAID, Claim, Verdict, claim_of, claims_of, content_words, verdict
 from kvlens.explanation.exchanges import MOST_LAYERS, Place, exchange_layers, exchange_positions, places_of
-from kvlens.explanation.explained import SEPARATOR, STATEMENT_COLUMNS, Explained, found_by
-from kvlens.explanation.presentation import answered, listed, quoted
+from kvlens.explanation.explained import STATEMENT_COLUMNS, Explained, found_by
+from kvlens.explanation.presentation import SEPARATOR, answered, listed, quoted
 from kvlens.explanation.runs import MORE_TOKENS, PASS, ExplanationProgress, Outcome, Runs
 from kvlens.texts import Response
 from kvlens.units import By, Layout, Unit, begins_with_bos, cut, pieces_of_tokens, positions_of
@@ -129,6 +130,8 @@ class _Prompt:
     Attributes:
         tokens: [pos].
         units: what is removed.
+        unit_places: the characters of each in its document.
+        documents: the documents and messages by name.
         groups: documents or paragraphs that are removed first; none where that does not pay.
         places: what each position belongs to.
         always_there: what is in no unit, in words.
@@ -138,6 +141,8 @@ class _Prompt:
 
     tokens: Tensor
     units: list[Unit]
+    unit_places: list[DocumentSpan]
+    documents: dict[str, str]
     groups: list[UnitGroup]
     places: list[Place]
     always_there: tuple[str, ...]
@@ -166,7 +171,9 @@ class _Prompt:
         question = " ".join([*asked, *([Response.of(model, layout.tokens, follows).text] if len(follows) else [])])
         last = max(i for i, piece in enumerate(pieces_of_tokens(layout)) if piece is not None)
         n_prompt = min(last + 1, len(tokens) - 1)
-        return cls(tokens, units, groups_of(model, layout, units), places_of(layout, len(tokens)), rest, question, n_prompt)
+        documents, unit_places = documents_of(layout, units)
+        groups, places = groups_of(model, layout, units), places_of(layout, len(tokens))
+        return cls(tokens, units, unit_places, documents, groups, places, rest, question, n_prompt)
 
 
 def _always_there(model: KVModel, layout: Layout, is_cut: bool, text: Tensor) -> Iterator[str]:

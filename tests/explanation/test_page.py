@@ -113,7 +113,7 @@ def test_units_that_were_given_leave_the_last_token_to_the_text(model):
 
 
 def test_an_unknown_section_is_refused_before_anything_runs(model, found, monkeypatch):
-    monkeypatch.setattr(page, "explanation_view", lambda found: pytest.fail("it ran"))
+    monkeypatch.setattr(page, "explanation_view", lambda found, asked: pytest.fail("it ran"))
     with pytest.raises(KVLensError, match=r"sections must be .*heads, patterns, .*haeds"):
         explanation_page(model, found, ["effect", "haeds"])
 

@@ -121,7 +121,7 @@ def test_units_of_documents(smollm2):
 
 PAGE = (Path(__file__).resolve().parents[2] / "EXPLANATIONS.md").read_text(encoding="utf-8")
 SETUP, *EXAMPLES = PAGE.split("\n## ")
-NAMED = re.compile(r"Without (.*?), the model says|(No part) loses|(None of the parts) loses", re.DOTALL)
+NAMED = re.compile(r"Without ((?:(?!Without ).)*?), the model says|(No part) loses|(None of the parts) loses", re.DOTALL)
 
 
 def block(language, text):

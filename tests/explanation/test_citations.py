@@ -1,0 +1,198 @@
+"""Sources in the answer: each content word has one account, by hand and on models that know stories; marks in text and page."""
+
+import json
+import re
+from html import unescape
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import kvlens
+from kvlens.cli.printed import print_explanation
+from kvlens.explanation import explanation_page, explanation_view
+from kvlens.explanation.citations import (
+    ACCOUNTS,
+    DocumentSpan,
+    by_sentence,
+    citations_of,
+    documents_of,
+    marked,
+    marked_runs,
+    needs_account,
+)
+from kvlens.explanation.claims import LOST, NOT_REACHED, OTHER_WORDS, PARTLY, SAME, Verdict, claim_of
+from kvlens.explanation.presentation import sources_in_words
+from kvlens.texts import Response, _words
+from kvlens.units import cut, layout_of_tokens
+
+QUESTION = " Which animal does Kaya keep? Kaya keeps a"
+STORIES = {
+    "one": "Mira keeps a goat. Pavel has a parrot. At night Kaya feeds a donkey.",
+    "two together": "Kaya feeds a donkey. Pavel has a parrot. At night Kaya feeds a donkey.",
+    "nothing": "Mira keeps a goat. Pavel has a parrot.",
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return kvlens.load("facts-gpt2")
+
+
+@pytest.fixture(scope="module", params=STORIES)
+def found(request, model):
+    return kvlens.explain(model, STORIES[request.param], QUESTION, depth="units")
+
+
+def test_spans_are_the_very_text_and_each_content_word_has_one_account(found):
+    for row in found.citations.itertuples():
+        assert found.response[row.response_start : row.response_stop] == row.text
+        if row.unit >= 0:
+            source = found.documents[row.document][row.document_start : row.document_stop]
+            assert source == found.units["unit_text"][row.unit].strip() != ""
+    for word in found.words.itertuples():
+        inside = (found.citations["response_start"] <= word.start) & (word.stop <= found.citations["response_stop"])
+        accounts = set(found.citations.loc[inside & (word.start < word.stop), "account"])
+        of_text = SimpleNamespace(text=word.text, is_word=word.text[0].isalnum())
+        if needs_account(of_text, found.response, word.start, word.stop):
+            assert accounts == {word.account} <= set(ACCOUNTS)
+        else:
+            assert word.account == ""
+    assert re.sub(r" \[[\d+, ]+\]| \[memory\]| \[\?\]", "", found.marked) == found.response
+
+
+def test_a_source_is_a_run_that_lost_the_claim(found):
+    breaking = found.rows("units", "breaking").query("gap == 'kept'")
+    cited = found.citations.query("account in ('source', 'together')")
+    assert len(cited) == sum(parts.count("+") + 1 for parts in breaking["parts"])
+    for row in cited.itertuples():
+        parts = str(row.unit) if row.account == "source" else "+".join(map(str, sorted(cited["unit"])))
+        (statement,) = breaking[(breaking["parts"] == parts) & (breaking["claim"] == row.claim)].itertuples()
+        assert (statement.verdict, statement.nats) == (row.verdict, row.nats)
+    for line in sources_in_words(found):
+        assert line.rows or line.mark in ("", "1", "2")
+        if "is lost" in line.text:
+            assert set(found.statements.loc[list(line.rows), "verdict"]) == {"lost"}
+
+
+def test_marks_stand_in_text_terminal_json_and_page_linked_both_ways(model, found, capsys):
+    print_explanation(found)
+    data, html = json.loads(found.to_json()), explanation_page(model, found, []).to_html()
+    for text in (str(found), capsys.readouterr().out):
+        assert text.startswith(f'The model answers: "{found.marked}"')
+        assert all(str(line) in " ".join(text.split()) for line in sources_in_words(found))
+    assert data["marked"] == found.marked and len(data["citations"]) == len(found.citations)
+    assert data["by_sentence"][0]["text"] == found.by_sentence["text"][0] and data["documents"] == found.documents
+    ids, links = (set(re.findall(f'{where}((?:mark|source)-\\d+)"', html)) for where in ('id="', 'href="#'))
+    not_in_a_mark = {f"source-{i}" for i, line in enumerate(sources_in_words(found)) if not line.mark or "+" in line.mark}
+    assert links == ids - not_in_a_mark
+
+
+def test_what_stands_for_two_together_and_for_one(model):
+    one, two = (kvlens.explain(model, STORIES[name], QUESTION, depth="units") for name in ("one", "two together"))
+    assert one.marked == "donkey [1]." and two.marked == "donkey [1+2]."
+    assert [str(line) for line in sources_in_words(two)] == [
+        '[1] sentence 1 ("Kaya feeds a donkey.")',
+        '[2] sentence 3 ("At night Kaya feeds a donkey.")',
+        "[1+2] Without these together, 'donkey' is lost.",
+    ]
+    assert str(sources_in_words(one)[0]).endswith("(\"At night Kaya feeds a donkey.\"). Without it, 'donkey' is lost.")
+
+
+# --- by hand ------------------------------------------------------------------------------------------------------------------
+
+TOKENS = ["Tom", ":", " Buy", " milk", " in", " Rome", ",", " Italy", ".", " Rome", " sells", " Paris", " no", " office", "."]
+CLAIMS = {"Tom": (0, 1), "Buy milk": (2, 4), "Rome": (5, 6)}
+WITHOUT = {"italy": NOT_REACHED, "rome": NOT_REACHED, "sells": OTHER_WORDS, "paris": LOST, "office": SAME}
+
+
+def by_hand(lost):
+    """An explanation of a made-up response, whose claims are lost without these units."""
+    response = Response(torch.arange(len(TOKENS)), tuple(_words(TOKENS)), "".join(TOKENS))
+    question = frozenset({"office"})
+    rows = [
+        dict(claim=number, about="units", role="breaking", gap="kept", parts=parts, verdict=verdict, nats=nats)
+        for number, parts, verdict, nats in lost
+    ]
+    return SimpleNamespace(
+        response=response,
+        question=question,
+        claims=[claim_of(response, start, stop, 5.0, question) for start, stop in CLAIMS.values()],
+        rows=rows,
+        nothing=None,
+        of=lambda claim, now: Verdict(WITHOUT.get(claim.words[0], LOST), 0.5),
+        read=SimpleNamespace(unit_places=[DocumentSpan("a.txt", 10 * i, 10 * i + 5) for i in range(4)]),
+    )
+
+
+def test_accounts_by_hand():
+    table = citations_of(by_hand([(0, "3", LOST, 4.0), (1, "2", PARTLY, 3.0), (1, "3", LOST, 2.5), (2, "0+2", LOST, 6.0)]))
+    assert list(table[["text", "account", "source", "unit", "verdict"]].itertuples(index=False, name=None)) == [
+        ("Tom", "source", 1, 3, LOST),
+        ("Buy milk", "source", 2, 2, PARTLY),
+        ("Buy milk", "source", 1, 3, LOST),
+        ("Rome", "together", 3, 0, LOST),
+        ("Rome", "together", 2, 2, LOST),
+        ("Italy", "memory", 0, -1, NOT_REACHED),
+        ("Rome", "repeated", 3, 0, LOST),  # not from memory: the answer itself has it already
+        ("Rome", "repeated", 2, 2, LOST),
+        ("sells", "memory", 0, -1, OTHER_WORDS),
+        ("Paris", "unfound", 0, -1, LOST),
+        ("office", "question", 0, -1, SAME),
+    ]
+    assert table["document_start"].tolist() == [30, 20, 30, 0, 20, -1, 0, 20, -1, -1, -1]
+    text = "".join(TOKENS)
+    assert marked(text, table) == (
+        "Tom [1]: Buy milk [1, 2] in Rome [2+3], Italy [memory]. Rome [2+3] sells [memory] Paris [?] no office."
+    )
+    assert [text[run.start : run.stop] for run in marked_runs(text, table)][1] == "Buy milk"
+
+
+def test_a_claim_that_nothing_loses_is_accounted_word_by_word():
+    table = citations_of(by_hand([]))
+    assert (table["unit"] == -1).all() and table.loc[table["text"] == "milk", "account"].tolist() == ["unfound"]
+    assert table.loc[table["text"] == "Rome", "account"].tolist() == ["memory", "memory"]  # nothing before it has a source
+
+
+def test_sentences_of_the_response_say_what_they_rest_on():
+    text = "".join(TOKENS)
+    table = citations_of(by_hand([(0, "3", LOST, 4.0), (2, "0", LOST, 6.0)]))
+    words = table.rename(columns={"response_start": "start", "response_stop": "stop"})
+    found = by_sentence(text, words, table)
+    assert found["text"].tolist() == ["Tom: Buy milk in Rome, Italy.", "Rome sells Paris no office."]
+    spans = zip(found["response_start"], found["response_stop"], strict=True)
+    assert found["sources"].tolist() == ["1,2", "2"] and [text[a:b] for a, b in spans] == found["text"].tolist()
+    assert found[list(ACCOUNTS)].to_numpy().tolist() == [[2, 0, 0, 1, 0, 2], [0, 0, 1, 1, 1, 1]]
+
+
+def test_numbers_of_lines_have_no_account_and_a_no_in_front_has():
+    text = "1. No, 3 apples\n2) milk"
+    places = {word: text.index(word) for word in ("1", "No", "3", "2", "milk")}
+    words = {word: SimpleNamespace(text=word, is_word=True) for word in places}
+    needed = [word for word, at in places.items() if needs_account(words[word], text, at, at + len(word))]
+    assert needed == ["3", "milk"] and needs_account(words["No"], "No, 3", 0, 2)
+
+
+def test_a_message_of_two_pieces_is_one_document(model):
+    text = "Mira keeps a goat. Which animal does Kaya keep? Pavel has a parrot."
+    layout = layout_of_tokens(model, model.to_tokens(text)[0])
+    start, stop = layout.text.index("Which"), layout.text.index("Pavel")
+    piece = layout.pieces[0]
+    layout = layout._replace(
+        pieces=[piece._replace(name="user", stop=start), piece._replace(name="user", start=stop)],
+        asked=[piece._replace(name="question", start=start, stop=stop)],
+    )
+    units = cut(model, layout, "sentence")
+    documents, places = documents_of(layout, units)
+    assert set(documents) == {"user", "question"} and {place.document for place in places} == {"user"}
+    assert [documents["user"][a:b] for _, a, b in places] == [unit.text.strip() for unit in units]
+    ranges = cut(model, layout, [(1, 6), (6, 12)])
+    documents, places = documents_of(layout, ranges)
+    assert [documents[name][a:b] for name, a, b in places] == [unit.text.strip() for unit in ranges]
+
+
+def test_the_view_shows_each_words_account(found):
+    html = unescape(explanation_view(found).body)
+    assert f'Asked: "{QUESTION.strip()}"' in html and "Asked:" not in explanation_view(found, asked=False).body
+    for word in found.words[found.words["account"] != ""].itertuples():
+        assert re.search(rf'data-account="{word.account}"[^>]*>{re.escape(word.text)}<', html)
