@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from kvlens.explanation.citations import SAID_ANYWAY, IN_QUESTION, SOURCE, TOGETHER, UNFOUND, MarkedRun, marked_runs
+from kvlens.explanation.citations import IN_QUESTION, SAID_ANYWAY, SOURCE, TOGETHER, UNFOUND, MarkedRun, marked_runs
 from kvlens.explanation.claims import GONE, LOST, NEAR_TIES, OTHER_WORDS, PARTLY, SAID, SAME
 from kvlens.explanation.exchanges import POSITION_GROUPS
 from kvlens.viz import Piece
