@@ -79,7 +79,6 @@ _PROJECTIONS = (
     "points for the former, and behind its heads a gate that reads the residual stream"
 )
 _HOOKS = "it patches, or looks at, hook points that only HookedKVTransformer has in every layer"
-_PASSES = "it runs layers with an input of its own for each reader, as HookedKVTransformer's blocks take them"
 _DUAL = "the dual model is derived for the parameters and feature maps of a HookedKVTransformer"
 _PROBES = "prompts with keys of their own are compared by a text's queries, as HookedKVTransformer's hook points show them"
 
@@ -87,7 +86,7 @@ NOT_ON: Mapping[str, Mapping[str, str]] = {
     "activation_patching": _not_on_the_bridge(_HOOKS),
     "attribution_by_edge": {RECURRENT: _PROJECTIONS},
     "bias_interactions": _not_on_the_bridge(_PROBES),
-    "circuit": _not_on_the_bridge(_PASSES),
+    "circuit": {RECURRENT: _PROJECTIONS},
     "composition": {RECURRENT: _WEIGHTS},
     "dual_bound": _not_on_the_bridge(_DUAL),
     "dual_demonstrations": _not_on_the_bridge(_DUAL),

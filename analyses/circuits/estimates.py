@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVLensError
+from kvlens import KVLensError, KVModel
 from kvlens.checks import Within, checked
 from kvlens.errors import brief
 from kvlens.texts import token_texts
@@ -22,7 +22,7 @@ from ..registry import on_its_front_ends
 from ..segments import progress
 from .graph import EMBEDDING, Graph, ReaderInput
 from .pairs import AnswerAndRival, CircuitMetric, Pairs, read_pairs
-from .passes import CircuitPass, Pass, Written, embedded_tokens
+from .passes import CircuitPass, GradientPass, Pass, explains_the_model
 
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """The shares of edges, or of nodes, at which MIB measures a circuit."""
@@ -78,7 +78,7 @@ class Circuit:
         kept: the edges of the circuit.
     """
 
-    model: HookedKVTransformer
+    model: KVModel
     batches: Sequence[Pairs] = field(repr=False)
     graph: Graph = field(repr=False)
     estimates: Float[Tensor, "writer reader"] = field(repr=False)
@@ -265,15 +265,12 @@ class Circuit:
 
     @torch.no_grad()
     def _measured(self, pairs: Pairs, circuits: Sequence[Bool[Tensor, "writer reader"]]) -> Float[Tensor, "circuit pair"]:
-        clean, corrupted = (embedded_tokens(self.model, tokens) for tokens in (pairs.clean, pairs.corrupted))
-        other = Pass(self.model, self.graph)
-        other.logits(corrupted, 1)
-        first = int((pairs.clean != pairs.corrupted).any(dim=0).int().argmax())
-        written, found = torch.cat([y[:, :, first:] for y in other.written]), dict[bytes, Tensor]()
+        other, found = Pass(self.model, self.graph, pairs.first), dict[bytes, Tensor]()
+        other.logits(pairs.corrupted, 1)
         keys = [kept.numpy().tobytes() for kept in circuits]
         for key, kept in zip(keys, circuits, strict=True):
             if key not in found:  # small ones are often empty
-                logits = CircuitPass(self.model, self.graph, kept, written).logits(clean, pairs.n_last)
+                logits = CircuitPass(self.model, self.graph, kept, other).logits(pairs.clean, pairs.n_last)
                 found[key] = pairs.value(logits).double().cpu()
         return torch.stack([found[key] for key in keys])
 
@@ -303,7 +300,7 @@ def _name(layer: int, head: int, n_layers: int) -> str:
 @on_its_front_ends
 @checked
 def circuit(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: Any,
     corrupted: Any,
     metric: CircuitMetric | AnswerAndRival,
@@ -336,6 +333,8 @@ def circuit(
     _check_model(model)
     graph = Graph(model)
     batches = read_pairs(model, graph, prompt, corrupted, metric)
+    if not explains_the_model(model, graph, batches[0].clean[:1], batches[0].corrupted[:1]):
+        raise _no_circuit(model, "something else stands between heads, MLPs and the residual stream (such as a factor)")
     total = torch.zeros(graph.edges.shape, dtype=torch.float64)
     by_position = torch.zeros(len(graph.writers), max(pairs.clean.shape[1] for pairs in batches), dtype=torch.float64)
     with progress("circuit") as tell:
@@ -349,52 +348,55 @@ def circuit(
     return found.confirmed(min(confirm, found.n_units("edges"))) if confirm else found
 
 
-def _check_model(model: HookedKVTransformer) -> None:
-    cfg = model.cfg
+def _check_model(model: KVModel) -> None:
+    cfg, layers = model.cfg, model.layers()
     augmented = cfg.attention_variant is not None and cfg.attention_variant.augmented is not None
+    parts = [part for layer in layers for part in layer.parts]
     reasons = {
         "positions are added to queries and keys alone (shortformer)": cfg.positional_embedding_type == "shortformer",
         "its keys and values are augmented from the stream": augmented,
+        "it has layers that are no attention": len(parts) > len(layers) or any(part.keeps_state for part in parts),
+        "queries, keys or values of a head are no linear maps of the stream (gates, latent attention)": any(
+            part.matrices() is None for part in parts if not part.keeps_state
+        ),
     }
     reason = next((reason for reason, holds in reasons.items() if holds), None)
     if reason is not None:
-        raise KVLensError(
-            f"circuit: {reason}, so that what a reader reads is not the sum of what nodes wrote; use another model, or "
-            "attribution_by_edge"
-        )
+        raise _no_circuit(model, reason)
+
+
+def _no_circuit(model: KVModel, reason: str) -> KVLensError:
+    family = getattr(model.cfg, "architecture", None) or "this model"
+    return KVLensError(
+        f"circuit: {family}: {reason}, so that what a reader reads is not the sum of what nodes wrote; use another model, or "
+        "attribution_by_head"
+    )
 
 
 def _estimates(
-    model: HookedKVTransformer, graph: Graph, pairs: Pairs, steps: int
+    model: KVModel, graph: Graph, pairs: Pairs, steps: int
 ) -> tuple[Float[Tensor, "writer reader"], Float[Tensor, "writer pos"]]:
     """Sums of (y_w - y'_w) . g_r over the pairs: over all positions, and over all readers."""
-    clean, corrupted = (embedded_tokens(model, tokens).detach() for tokens in (pairs.clean, pairs.corrupted))
-    theirs = Pass(model, graph)
+    ours, theirs = Pass(model, graph, pairs.first), Pass(model, graph, pairs.first)
     with torch.no_grad():
-        theirs.logits(corrupted, 1)
-    gradients: list[Tensor] = []
-    for k in range(1, steps + 1):  # the last one is the clean pass
-        own, found = _with_gradients(model, graph, pairs, torch.lerp(corrupted, clean, k / steps))
-        gradients = [a + b for a, b in zip(gradients, found, strict=True)] if gradients else found
-    difference, sums = own - torch.cat(theirs.written), torch.zeros(graph.edges.shape, dtype=torch.float64)
-    by_position, start = torch.zeros(len(graph.writers), pairs.clean.shape[1], dtype=torch.float64), 0
-    for gradient in gradients:
-        n, some = graph.n_before[start], slice(start, start + len(gradient))
+        theirs.logits(pairs.corrupted, 1)
+        ours.logits(pairs.clean, 1)
+    gradients: list[tuple[slice, Tensor]] = []
+    for k in range(1, steps + 1):
+        ran = GradientPass(model, graph, pairs.first)
+        with torch.enable_grad():
+            at = torch.lerp(theirs.embedded, ours.embedded, k / steps).requires_grad_()
+            value = pairs.value(ran.logits(pairs.clean, pairs.n_last, at)).sum()
+        found = ran.gradients(value)
+        gradients = [(some, a.add_(b)) for (some, a), (_, b) in zip(gradients, found, strict=True)] if gradients else found
+    difference, sums = ours.written - theirs.written, torch.zeros(graph.edges.shape, dtype=torch.float64)
+    by_position = torch.zeros(len(graph.writers), pairs.clean.shape[1], dtype=torch.float64)
+    for some, gradient in gradients:
+        n = graph.n_before[some.start]
         sums[:n, some] = (difference[:n].flatten(1) @ gradient.flatten(1).T).double().cpu() / steps
-        by_position[:n] += torch.einsum("wipd,ipd->wp", difference[:n], gradient.sum(dim=0)).double().cpu() / steps
-        start = some.stop
+        of_nodes = torch.einsum("wipd,ipd->wp", difference[:n], gradient.sum(dim=0)).double().cpu() / steps
+        by_position[:n, pairs.first :] += of_nodes
     return sums, by_position
-
-
-def _with_gradients(
-    model: HookedKVTransformer, graph: Graph, pairs: Pairs, embedded: Float[Tensor, "pair pos d_model"]
-) -> tuple[Written, list[Float[Tensor, "reader pair pos d_model"]]]:
-    """What was written in one pass, and the gradients of the metric at every input, of those that read together."""
-    ran = Pass(model, graph)
-    with torch.enable_grad():
-        value = pairs.value(ran.logits(embedded.requires_grad_(), pairs.n_last)).sum()
-        found = torch.autograd.grad(value, ran.inputs, materialize_grads=True)
-    return torch.cat([y.detach() for y in ran.written]), list(found)
 
 
 class Faithfulness(NamedTuple):
@@ -465,7 +467,7 @@ def faithfulness(
     },
 )
 def edges_of_a_record(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: Tensor,
     corrupted: Tensor,
     answer: Any,

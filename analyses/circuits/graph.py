@@ -2,13 +2,13 @@
 
 import heapq
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens import HookedKVTransformer
+from kvlens import KVModel
 
 from ..logit_attribution import NO_HEAD
 
@@ -32,22 +32,26 @@ class Graph:
         n_before: of each reader, the number of writers that it reads, which are the first ones.
         feeds: [writer, reader]: whether the reader is one of the writer's own inputs.
         at: (layer, ``q``, ``k``, ``v``, ``mlp`` or ``logits``) -> which readers they are.
+        wrote: (layer, ``z`` or ``mlp``) -> which writers they are; the embedding is the MLP of layer -1.
     """
 
-    def __init__(self, model: HookedKVTransformer):
+    def __init__(self, model: KVModel):
         self.writers = [(EMBEDDING, NO_HEAD)]
         self.readers: list[ReaderInput] = []
         self.n_before: list[int] = []
         self.at: dict[tuple[int, str], slice] = {}
-        for layer, block in enumerate(model.blocks):
-            n = block.attn.W_Q.shape[0]
-            for x, n_read in (("q", n), ("k", _n_kv_heads(block)), ("v", _n_kv_heads(block))):
-                self._add(layer, x, range(n_read), len(self.writers))
-            n_read_by_mlp = len(self.writers) + (0 if block.cfg.parallel_attn_mlp else n)
-            self.writers += [(layer, head) for head in range(n)]
-            if not block.cfg.attn_only:
-                self._add(layer, "mlp", [NO_HEAD], n_read_by_mlp)
-                self.writers.append((layer, NO_HEAD))
+        self.wrote: dict[tuple[int, str], slice] = {(EMBEDDING, "mlp"): slice(0, 1)}
+        for number, layer in enumerate(model.layers()):
+            part, before = layer.parts[0], len(self.writers)
+            for x, n_read in (("q", part.n_heads), ("k", part.n_kv_heads), ("v", part.n_kv_heads)):
+                self._add(number, x, range(n_read), before)
+            self.writers += [(number, head) for head in range(part.n_heads)]
+            self.wrote[number, "z"] = slice(before, len(self.writers))
+            if layer.mlp is not None:
+                side_by_side = getattr(model.cfg, "parallel_attn_mlp", False)
+                self._add(number, "mlp", [NO_HEAD], before if side_by_side else len(self.writers))
+                self.writers.append((number, NO_HEAD))
+                self.wrote[number, "mlp"] = slice(len(self.writers) - 1, len(self.writers))
         self._add(model.cfg.n_layers, "logits", [NO_HEAD], len(self.writers))
         self.feeds = torch.tensor([[self._feeds(writer, reader) for reader in self.readers] for writer in self.writers])
 
@@ -107,8 +111,3 @@ class Graph:
                 reached_writers.add(writer)
                 reach(self.feeds[writer].nonzero().flatten().tolist())
         return kept
-
-
-def _n_kv_heads(block: Any) -> int:
-    grouped = block.cfg.n_key_value_heads is not None and not block.cfg.ungroup_grouped_query_attention
-    return int(block.cfg.n_key_value_heads) if grouped else block.attn.W_Q.shape[0]

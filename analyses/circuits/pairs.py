@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVLensError
+from kvlens import KVLensError, KVModel
 from kvlens.errors import brief
 from kvlens.memory import NUMBERS_PER_PASS
 
@@ -28,6 +28,11 @@ class Pairs(NamedTuple):
     metric: CircuitMetric
     n_last: int | None
 
+    @property
+    def first(self) -> int:
+        """The first position at which clean and corrupted prompts differ: before it, every node writes the same."""
+        return int((self.clean != self.corrupted).any(dim=0).int().argmax())
+
     def value(self, logits: Float[Tensor, "pair n_last d_vocab"]) -> Float[Tensor, " pair"]:
         """The metric; raise KVLensError unless it is one finite number for each pair."""
         value = self.metric(logits)
@@ -38,7 +43,7 @@ class Pairs(NamedTuple):
         return value
 
 
-def read_pairs(model: HookedKVTransformer, graph: Graph, prompt: Any, corrupted: Any, metric: Any) -> list[Pairs]:
+def read_pairs(model: KVModel, graph: Graph, prompt: Any, corrupted: Any, metric: Any) -> list[Pairs]:
     """Pairs of prompts in batches of one length, as many at once as fit.
 
     Raises:
@@ -72,7 +77,7 @@ def read_pairs(model: HookedKVTransformer, graph: Graph, prompt: Any, corrupted:
     return found
 
 
-def _prompts(model: HookedKVTransformer, name: str, given: Any) -> list[Int[Tensor, " pos"]]:
+def _prompts(model: KVModel, name: str, given: Any) -> list[Int[Tensor, " pos"]]:
     if isinstance(given, Tensor) and given.dim() == 2:
         given = list(given)
     many = isinstance(given, Sequence) and not isinstance(given, str) and not (given and isinstance(given[0], dict | int))
@@ -82,7 +87,7 @@ def _prompts(model: HookedKVTransformer, name: str, given: Any) -> list[Int[Tens
     return found
 
 
-def _answers(model: HookedKVTransformer, metric: Any, n: int) -> list[Int[Tensor, " pair"]]:
+def _answers(model: KVModel, metric: Any, n: int) -> list[Int[Tensor, " pair"]]:
     """A token for each pair: of the answers, and of the rivals."""
     if not isinstance(metric, Sequence) or isinstance(metric, str) or len(metric) != 2:
         raise KVLensError(f"metric: expected a function of logits, or (answers, rivals), got {brief(metric)}")

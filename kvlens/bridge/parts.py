@@ -36,7 +36,7 @@ from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.mixers import has_mixer
 from kvlens.model.fingerprint import hashed_once
-from kvlens.model.protocol import Block, Ends, LinearNorm
+from kvlens.model.protocol import Block, Ends, LinearNorm, Norms
 from kvlens.model.protocol import Part as LayerPart
 from kvlens.pretrained.translation import SUPPORTED_ARCHITECTURES
 
@@ -98,14 +98,19 @@ def layers_of(bridge: Any) -> list[Block]:
         block = bridge.blocks[number]
         norms = partial(norms_around, bridge, number)
         heads = [part for part in parts if not isinstance(part, ShiftedMLP)]
-        found.append(Block(heads, _mlp_of(block), block.hook_out, norms))
+        modules = partial(_norms_of, block)
+        found.append(Block(heads, _mlp_of(block), block.hook_out, norms, modules, _mlp_of(block, "in")))
     return found
 
 
-def _mlp_of(block: Any) -> nn.Module | None:
-    """What the output of a block's MLP comes out of: its last projection, where Transformers has no module around it (OPT)."""
+def _mlp_of(block: Any, end: str = "out") -> nn.Module | None:
+    """What the output of a block's MLP comes out of, or what it reads goes into: the MLP, a norm behind it, or its projections
+    where Transformers has no module around it (OPT)."""
     mlp: Any = getattr(block, "mlp", None)
-    return mlp if mlp is None or mlp.name is not None else mlp.out
+    if mlp is None:
+        return None
+    behind = _first_of(block.original_component, BEHIND_MLP) if end == "out" else None
+    return behind or (mlp if mlp.name is not None else getattr(mlp, end))
 
 
 def text_config(model: nn.Module) -> Any:
@@ -243,6 +248,10 @@ PROBE = 1e3
 
 BEFORE = ("input_layernorm", "ln_1", "self_attn_layer_norm")
 """What Transformers calls the norm before the attention."""
+BEFORE_MLP = ("ln_2", "final_layer_norm", "post_attention_layernorm")
+"""... before the MLP, where none stands behind."""
+BEHIND_MLP = ("post_feedforward_layernorm", "post_mlp_layernorm")
+"""... and behind it."""
 
 
 class FoldedNorm(NamedTuple):
@@ -297,20 +306,27 @@ def ends_of(model: Any) -> Ends:
 
 def norms_around(model: Any, layer: int) -> tuple[LinearNorm | None, LinearNorm | None]:
     """The norms before and after a layer's heads, by what they compute; None where there are none."""
-    like, found = model.W_U, _norms_around(model.blocks[layer])
-    of = [None if norm is None else measured(norm, like) for norm in found]
+    like, found = model.W_U, _norms_of(model.blocks[layer])
+    of = [None if norm is None else measured(norm, like) for norm in found[:2]]
     before, behind = (None if norm is None else LinearNorm(norm.gain.to(like), norm.centers) for norm in of)
     return before, behind
 
 
-def _norms_around(block: Any) -> tuple[nn.Module | None, nn.Module | None]:
-    """The norms before and after a block's attention, by their names in Transformers, None where there are none.
+def _norms_of(block: Any) -> Norms:
+    """The norms of a block, by their names in Transformers.
 
-    ``post_attention_layernorm`` comes after the attention in blocks that have a norm after the MLP too (Gemma 2 and 3, OLMo 2).
+    ``post_attention_layernorm`` comes after the attention in blocks that have a norm after the MLP too (Gemma 2 and 3, OLMo 2),
+    but in GLM-4 0414; in others it stands before the MLP, and where there is no norm for the MLP it reads what the heads do.
     """
     held = block.original_component
-    before = next((getattr(held, name) for name in BEFORE if hasattr(held, name)), None)
-    return before, getattr(held, "post_attention_layernorm", None) if hasattr(held, "post_feedforward_layernorm") else None
+    before, behind = _first_of(held, BEFORE), _first_of(held, ("post_self_attn_layernorm",))
+    if hasattr(held, "post_feedforward_layernorm"):
+        return Norms(before, held.post_attention_layernorm, _first_of(held, ("pre_feedforward_layernorm",)))
+    return Norms(before, behind, _first_of(held, BEFORE_MLP) or before)
+
+
+def _first_of(held: Any, names: Sequence[str]) -> nn.Module | None:
+    return next((getattr(held, name) for name in names if hasattr(held, name)), None)
 
 
 WITHOUT_EFFECT = {

@@ -105,6 +105,11 @@ class SoftmaxLayer(Part):
         """Query heads."""
         return self.sizes.n_heads
 
+    @property
+    def n_kv_heads(self) -> int:
+        """Key-value heads."""
+        return self.sizes.n_kv_heads
+
     def hook_points(self) -> dict[str, HookPoint]:
         """Hook points that TransformerLens' scan of the modules names otherwise: in Nemotron-H, all that kvlens adds."""
         if self.component_name == "attn":

@@ -38,7 +38,7 @@ from kvlens.model.activations import (
 )
 from kvlens.model.attention_variant import AttentionVariantConfig, Augmented, Negative, Regularised, Ridge
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
-from kvlens.model.protocol import Block, Ends, HeadMatrices, KVModel, LinearNorm, Part, ReadsPrompts
+from kvlens.model.protocol import Block, Ends, HeadMatrices, KVModel, LinearNorm, Norms, Part, ReadsPrompts
 from kvlens.model.regressor import HookedKVRegressor
 from kvlens.model.streaming import run_in_segments
 from kvlens.model.transformer import HookedKVTransformer
@@ -57,6 +57,7 @@ __all__ = [
     "KVShiftConfig",
     "LinearNorm",
     "Negative",
+    "Norms",
     "Part",
     "ReadsPrompts",
     "Regularised",

@@ -60,6 +60,11 @@ class Part:
         return 0
 
     @property
+    def n_kv_heads(self) -> int:
+        """Key-value heads."""
+        return self.n_heads
+
+    @property
     def normed(self) -> nn.Module | None:
         """The output projection, where a norm and a gate stand between it and the heads; otherwise None."""
         return None
@@ -90,6 +95,14 @@ class LinearNorm(NamedTuple):
     centers: bool
 
 
+class Norms(NamedTuple):
+    """The norms of a layer: before and behind its heads, and before its MLP; None where there is none."""
+
+    before_heads: nn.Module | None
+    behind_heads: nn.Module | None
+    before_mlp: nn.Module | None
+
+
 class Block(NamedTuple):
     """One layer.
 
@@ -98,6 +111,8 @@ class Block(NamedTuple):
         mlp: what its MLP adds to the residual stream comes out of here; None without one.
         after: shows the residual stream behind it.
         norms: gives the norms that its heads read and write through; None where there is none.
+        norm_modules: gives those, and that before its MLP, as modules.
+        mlp_in: what its MLP reads goes into here; None without one.
         scale: shows what the norm behind its heads divides by; None without one, or if it is not shown.
     """
 
@@ -105,6 +120,8 @@ class Block(NamedTuple):
     mlp: nn.Module | None
     after: nn.Module
     norms: Callable[[], tuple[LinearNorm | None, LinearNorm | None]]
+    norm_modules: Callable[[], Norms]
+    mlp_in: nn.Module | None
     scale: nn.Module | None = None
 
 
@@ -280,6 +297,12 @@ class AttentionPart(Part):
         return self.attn.cfg.n_heads
 
     @property
+    def n_kv_heads(self) -> int:
+        """Key-value heads; as many as query heads where these are ungrouped."""
+        cfg = self.attn.cfg
+        return cfg.n_heads if cfg.ungroup_grouped_query_attention else cfg.n_key_value_heads or cfg.n_heads
+
+    @property
     def output_bias(self) -> Tensor | None:
         """b_O."""
         return self.attn.b_O
@@ -315,8 +338,14 @@ def layers_of(model: Any) -> list[Block]:
     for number, block in enumerate(model.blocks):
         mlp, behind = None if model.cfg.attn_only else block.hook_mlp_out, block.norm_behind("ln1")
         scale = None if behind is None else behind.hook_scale
-        found.append(Block([AttentionPart(block, number)], mlp, block.hook_resid_post, partial(_norms_around, block), scale))
+        norms, mlp_in = (partial(_norms_around, block), partial(_norm_modules, block)), getattr(block, "mlp", None)
+        found.append(Block([AttentionPart(block, number)], mlp, block.hook_resid_post, *norms, mlp_in, scale))
     return found
+
+
+def _norm_modules(block: Any) -> Norms:
+    before_heads, before_mlp = (None if block.norms_follow else getattr(block, name, None) for name in ("ln1", "ln2"))
+    return Norms(before_heads, block.norm_behind("ln1"), before_mlp)
 
 
 def _norms_around(block: Any) -> tuple[LinearNorm | None, LinearNorm | None]:

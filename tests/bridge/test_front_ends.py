@@ -29,6 +29,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "baseline_ablation": (PROMPT, TEXT, [[(1, 0)]]),
     "bias_ablation": (PROMPT, TEXT, [[(1, 0)]]),
     "bias_singular_values": (PROMPT,),
+    "circuit": (PROMPT, some_tokens(9, seed=3), (5, 7)),
     "composition": (),
     "induction_heads": (),
     "induction_verdicts": (),
@@ -59,6 +60,7 @@ OF_HEADS = ("composition", "head_details", "induction_heads", "induction_verdict
 """Compared on grouped heads with rotary positions too."""
 SAME = {
     "attention_under_bias": ["pattern"],
+    "circuit": ["estimates"],
     "conversion_error": ["position", "token", "squared_norm", "argmax_agrees", "exact_to_rounding"],
     "head_details": ["pattern", "prompt_shares", "bias_shares", "among"],
     "linked_shares": ["by_prompt", "by_text", "between"],
@@ -85,8 +87,8 @@ def run(name, model, options):
 
 _NONE = dict.fromkeys(("mamba2", "rwkv6"), "there are no scores to split")
 _NONE["lfm2"] = "layer 0 writes to the residual stream and has no heads"
-OF_A_HEAD = {"what_is_copied": _NONE, "why_attends": _NONE}
-"""Analyses of one head of softmax attention, and the families that have none, or other writers below it."""
+OF_A_HEAD = {"what_is_copied": _NONE, "why_attends": _NONE, "circuit": {"lfm2": "it has layers that are no attention"}}
+"""Analyses of heads of softmax attention, and the families that have none, or other writers below it."""
 WITH_STATES = ["qwen3_5", "nemotron_h", "falcon_h1_direct", "mamba2", "rwkv6", "lfm2"]
 
 
@@ -147,6 +149,40 @@ def test_an_analysis_gives_the_same_on_both_front_ends(family, name, both_of):
             else:
                 torch.testing.assert_close(x, y, rtol=LAW, atol=LAW)
     assert name not in LARGE or tables[0][LARGE[name]].abs().max() > 0.01  # it matters
+
+
+PAIRS = some_tokens(2, 7), some_tokens(2, 7, seed=3), ([5, 6], [7, 8])
+
+
+def circuits(found):
+    """The metric with all edges, with none, and with a half of them."""
+    half = torch.rand(found.kept.shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    return found.measured(found.graph.edges, torch.zeros_like(half), half & found.graph.edges)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "gptj", "opt", "mixtral", "gemma2", "olmo2", "phi3"])
+def test_circuits_are_the_same_on_both_front_ends(family, both_of):
+    """MLPs side by side with heads, with a norm of their own or without; norms behind; experts; OPT's rows."""
+    (ours, ran), (theirs, other) = (
+        (found, circuits(found)) for found in (analyses.circuit(of, *PAIRS) for of in both_of(family))
+    )
+    assert relative_error(ours.estimates, theirs.estimates) < LAW and ours.estimates.abs().max() > 0.1
+    assert relative_error(ran, other) < LAW and (ran[0] - ran[1]).abs().min() > 0.01
+
+
+@pytest.mark.parametrize("family", ["glm4", "starcoder2"])
+def test_all_edges_are_the_clean_pass_and_none_the_corrupted_one(family, bridge_of):
+    model = bridge_of(family)
+    ran = circuits(analyses.circuit(model, *PAIRS, method="eap"))
+    for found, given in zip(ran, PAIRS[:2], strict=False):
+        last = model(given)[:, -1]
+        assert relative_error(found, last[[0, 1], [5, 6]] - last[[0, 1], [7, 8]]) < LAW
+
+
+def test_a_factor_behind_heads_has_no_circuit():
+    model = KVTransformerBridge.boot_transformers(tiny_hf_model("granite", residual_multiplier=0.5))
+    with pytest.raises(KVLensError, match="GraniteForCausalLM: something else stands between heads, MLPs and the residual"):
+        analyses.circuit(model, *PAIRS)
 
 
 OTHER_POINTS = {"gptj": "ln2.", "opt": "ln2."}

@@ -12,7 +12,7 @@ import torch
 from analysis_models import tokens
 from kvlens.analyses.circuits.estimates import SHARES
 from kvlens.analyses.circuits.graph import Graph
-from kvlens.analyses.circuits.passes import Pass, embedded_tokens
+from kvlens.analyses.circuits.passes import Pass
 from precision import LAW, relative_error
 from small_models import shared, sharp
 
@@ -226,9 +226,9 @@ def test_what_nodes_write_adds_up_to_the_residual_stream(name):
         if path.endswith(("attn.b_O", "ln1.b")):  # of no node
             parameter.zero_()
     ran = Pass(model, Graph(model))
-    ran.logits(embedded_tokens(model, CLEAN), None)
+    ran.logits(CLEAN, None)
     _, cache = model.run_with_cache(CLEAN)
-    assert relative_error(torch.cat(ran.written).sum(dim=0), cache["blocks.1.hook_resid_post"]) < LAW
+    assert relative_error(ran.written.sum(dim=0), cache["blocks.1.hook_resid_post"]) < LAW
 
 
 @pytest.mark.parametrize("name", BEHIND)
