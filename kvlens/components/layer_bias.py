@@ -12,7 +12,7 @@ from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 
 from kvlens.components.heads import is_hooked, through
-from kvlens.errors import KVLensError, warn
+from kvlens.errors import KVLensError, first_line, warn
 from kvlens.kv_bias import Features, Keys, KVBias, VirtualKeys
 from kvlens.ops.softmax_attention import ExtraKeys
 
@@ -134,7 +134,7 @@ class LayerBias(NamedTuple):
         if not is_hooked(*hooks.values()):
             return plain
         given = {name: shown(plain, name, n_heads) for name, hook in hooks.items() if name != "b_keys" or is_hooked(hook)}
-        left = {name: _through(hooks[name], b) for name, b in given.items()}
+        left = {name: _of_as_many_keys(hooks[name], b) for name, b in given.items()}
         if not any(b.requires_grad for b in left.values()) and all(torch.equal(b, given[name]) for name, b in left.items()):
             return plain
         n_kv_heads = plain.n_kv_heads
@@ -198,9 +198,33 @@ def read_bias(attn: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | N
     return b_kv, None if attn.cfg.normalizer == "none" else _through(attn.hook_b_d, b_d)
 
 
+def _of_as_many_keys(hook: HookPoint, b: Tensor) -> Tensor:
+    """``hook(b)`` of virtual keys; a prompt of another length has another number of them."""
+
+    def unequal(came: object) -> KVLensError:
+        return KVLensError(
+            f"{hook.name}: this bias has {b.shape[2]} keys a head, and a hook gave it another number ({came}), as a prompt of "
+            "another length has; exchange heads of such prompts by bias.exchange_heads(other, [(layer, head)]), or give "
+            "prompts of equal length"
+        )
+
+    try:
+        hooked = through(hook, b)
+    except RuntimeError as error:  # of an assignment in the hook
+        if f"({b.shape[2]})" not in str(error):
+            raise
+        raise unequal(first_line(error)) from error
+    if hooked.dim() == b.dim() and hooked.shape[2] != b.shape[2]:
+        raise unequal(hooked.shape[2])
+    return _checked(hook, b, hooked)
+
+
 def _through(hook: HookPoint, b: Tensor) -> Tensor:
-    """``hook(b)``, of the shape of ``b`` but for the batch."""
-    hooked = through(hook, b)
+    return _checked(hook, b, through(hook, b))
+
+
+def _checked(hook: HookPoint, b: Tensor, hooked: Tensor) -> Tensor:
+    """``hooked``, of the shape of ``b`` but for the batch."""
     if hooked.shape[1:] != b.shape[1:]:
         expected = f"[batch or 1, {', '.join(map(str, b.shape[1:]))}]"
         raise KVLensError(

@@ -328,11 +328,45 @@ class KVBias:
         if not self.single or shapes != others:
             raise KVLensError(
                 "exchange_layers: expected the biases of two single prompts of as many tokens; delete tokens with "
-                'positions="kept", so that both have as many keys'
+                'positions="kept", so that both have as many keys, or exchange all heads of a layer (exchange_heads)'
             )
         every = zip(self.layers, other.layers, layers.long().T, strict=True)
         mixed = [Layer.joined([own, theirs]).rows(lambda x, i=i: x[i.to(x.device)]) for own, theirs, i in every]  # type: ignore[misc]
         return replace(self, layers=tuple(mixed), record=of_sum((self.fit, other.fit), "layers exchanged"), single=False)
+
+    @checked
+    def exchange_heads(self, other: "KVBias", heads: Sequence[tuple[int, int]]) -> "KVBias":
+        """This bias with some heads, (layer, head) each, exchanged for those of another prompt, which may have another length.
+
+        With softmax attention a layer then holds the keys of both prompts, each read by its own heads. The text begins where
+        :meth:`toward` has it begin. Raw rows of the last tokens go with the heads that read them: those of queries with each
+        head, those of keys and values with all heads of their group, those of a convolution with all heads of the state.
+
+        >>> from kvlens import HookedKVTransformer, convert_prompt
+        >>> model = HookedKVTransformer.from_zoo("facts-gpt2")
+        >>> one, other = (convert_prompt(model, text) for text in ("Mira keeps a dog.", "Kaya and Olga feed a swan."))
+        >>> with model.kv_bias(one.exchange_heads(other, [(0, 1), (1, 3)])):
+        ...     logits = model(" Mira keeps a", prepend_bos=False)
+
+        Raises:
+            KVLensError: biases of different models, kinds or batches; a head that does not exist.
+        """
+        every = [(layer, head) for layer in range(self.n_layers) for head in range(self.n_heads_of(layer))]
+        if unknown := [pair for pair in heads if pair not in every]:
+            counts = sorted({self.n_heads_of(layer) for layer in range(self.n_layers)})
+            raise KVLensError(
+                f"exchange_heads: there is no layer and head {unknown[0]}; there are {self.n_layers} layers of "
+                f"{' or '.join(map(str, counts))} heads, counted from 0"
+            )
+        chosen = [pair in heads for pair in every]
+        own = self.select(heads=[pair for pair, taken in zip(every, chosen, strict=True) if not taken])
+        mixed = KVBias.combine(own, other.select(heads=heads), shift_state="first")
+        of_layers = torch.tensor(chosen).split([self.n_heads_of(layer) for layer in range(self.n_layers)])
+        pairs = zip(mixed.layers, other.layers, of_layers, strict=True)
+        layers = [layer.with_last_of(theirs, taken, self.first_state_head(i)) for i, (layer, theirs, taken) in enumerate(pairs)]
+        record = of_sum((self.fit, other.fit), f"{len(heads)} of {len(every)} heads exchanged")
+        mixed = replace(mixed, layers=tuple(layers), record=record, n_prompt_tokens=self.n_prompt_tokens)
+        return mixed.behind(other).narrowed()
 
     @checked
     def select(self, layers: Sequence[int] = (), heads: Sequence[tuple[int, int]] = ()) -> "KVBias":
@@ -518,13 +552,16 @@ class KVBias:
         ...     logits = model(" Mira keeps a", prepend_bos=False)
         """
         nearer: Literal["first", "last"] = "first" if degree < 0.5 else "last"
-        mixed = KVBias.combine(self, other, weights=[1 - degree, degree], shift_state=nearer)
-        offsets = self.position_offset, other.position_offset
+        return KVBias.combine(self, other, weights=[1 - degree, degree], shift_state=nearer).behind(self, other)
+
+    def behind(self, *others: "KVBias") -> "KVBias":
+        """The bias with the text where it begins under the longest of these prompts, if that is further away."""
+        offsets = [bias.position_offset for bias in (self, *others)]
         rows = any(isinstance(offset, Tensor) for offset in offsets)
-        behind = torch.maximum(*map(torch.as_tensor, offsets)) if rows else max(offsets)
-        stays = self.kind is None or torch.equal(torch.as_tensor(behind), torch.as_tensor(mixed.position_offset))
-        fit = mixed.fit if stays else edited(mixed.fit, "position_offset replaced")
-        return replace(mixed, position_offset=behind, record=fit)
+        behind = torch.stack(torch.broadcast_tensors(*map(torch.as_tensor, offsets))).amax(dim=0) if rows else max(offsets)
+        stays = self.kind is None or torch.equal(torch.as_tensor(behind), torch.as_tensor(self.position_offset))
+        fit = self.fit if stays else edited(self.fit, "position_offset replaced")
+        return replace(self, position_offset=behind, record=fit)
 
     def __add__(self, other: "KVBias") -> "KVBias":
         """The sum of b_KV and of b_D, with b's shift state; ``+``, ``-`` and multiples are linear.

@@ -310,6 +310,18 @@ class Layer:
         states = tuple(part for part in other.parts if part.b_d is None)
         return replace(self, parts=(*(part for part in self.parts if part.b_d is not None), *states))
 
+    def with_last_of(self, other: "Layer", taken: Bool[Tensor, " head"], n_query_heads: int) -> "Layer":
+        """The layer with the last rows of another where all heads that read them are taken from it."""
+        of_queries, of_state = taken[:n_query_heads], taken[n_query_heads:]
+        last = {}
+        for name, rows in self.last.items():
+            if name == "conv":
+                here = torch.tensor(len(of_state) > 0 and bool(of_state.all()))
+            else:
+                here = of_queries.unflatten(0, (rows.shape[2], -1)).all(dim=1)[:, None]
+            last[name] = torch.where(here.to(rows.device), other.last[name].to(rows), rows)
+        return replace(self, last=last)
+
     def each(self, change: Callable[[Any], State]) -> "Layer":
         """The layer with ``change`` applied to every part."""
         return replace(self, parts=tuple(map(change, self.parts)))

@@ -151,6 +151,78 @@ def test_exchanged_layers(model):
     assert (mixed[2] - mixed[3]).norm() > 1e-3 * mixed[2].norm()
 
 
+EVERYTHING = ["hook_b_kv", "hook_b_d", "hook_b_keys", "hook_last_k", "hook_last_v", "hook_last_q"]
+HEADS = [(0, 1), (1, 0), (1, 1), (2, 3)]
+
+
+@pytest.mark.parametrize("name", ["rope after", "window 3 with queries", "gqa decay", "softmax, rotary, grouped"])
+def test_exchanged_heads_are_patched_by_hand_law(name):
+    """A key-value head's rows of the shift state go with all the query heads that read it."""
+    model, text = sharp(name, n_layers=3), torch.tensor([[3, 7, 1]])
+    own, other = convert_prompt(model, torch.arange(9)), convert_prompt(model, torch.arange(2, 11))
+    names = [f"blocks.{layer}.attn.{hook}" for layer in range(3) for hook in EVERYTHING]
+    with model.kv_bias(other):
+        theirs = model.run_with_cache(text, names_filter=[*names])[1]
+
+    def patch(x, hook):
+        axis = 2 if "last" in hook.name else 1
+        group = model.cfg.n_heads // x.shape[axis]
+        taken = [(hook.layer(), head) in HEADS for head in range(model.cfg.n_heads)]
+        for head in range(x.shape[axis]):
+            if all(taken[head * group : (head + 1) * group]):
+                x.select(axis, head).copy_(theirs[hook.name].select(axis, head))
+        return x
+
+    with model.kv_bias(own), model.hooks(fwd_hooks=[(name, patch) for name in names if name in theirs.cache_dict]):
+        by_hand = model(text)
+    close(logits_of(model, own.exchange_heads(other, HEADS), text), by_hand)
+    assert relative_error(by_hand, logits_of(model, own, text)) > 1e-3
+    all_of_one = [(1, head) for head in range(model.cfg.n_heads)]
+    whole = own.exchange_layers(other, torch.tensor([[False, True, False]]))
+    close(logits_of(model, own.exchange_heads(other, all_of_one), text), logits_of(model, whole, text))
+
+
+@pytest.mark.parametrize(
+    "name", ["softmax, rotary, grouped", "softmax, alibi", "softmax, learned", "softmax, shifted, grouped"]
+)
+def test_heads_of_a_prompt_of_another_length_read_it_law(name):
+    """In one layer: each head writes what it writes under its own prompt, with the text where the longer one ends."""
+    model, text, heads = one_layer(name), TEXT[:1], [(0, 1), (0, 2)]
+    a, b = convert_prompt(model, FIRST[0]), convert_prompt(model, SECOND[0])
+    for own, other in ((a, b), (b, a)):
+        mixed = own.exchange_heads(other, heads)
+        assert mixed.n_prompt_tokens == own.n_prompt_tokens and mixed.position_offset == max(9, 7)
+        apart = [replace(bias, position_offset=9, record=None) for bias in (own, other)]
+        if own.stacked("last_k").shape[-3]:  # queries move with their heads, keys and values with whole groups
+            apart = [combine(bias, shift_state="zero") for bias in apart]
+            mixed = combine(mixed, shift_state="zero")
+        under = []
+        for bias in (*apart, mixed):
+            with model.kv_bias(bias):
+                under.append(model.run_with_cache(text)[1]["blocks.0.attn.hook_z"])
+        expected = under[0].clone()
+        expected[:, :, [1, 2]] = under[1][:, :, [1, 2]]
+        close(under[2], expected)
+
+
+def test_hooks_of_a_prompt_of_another_length_say_so():
+    model = sharp("softmax, rotary, grouped")
+    short, long = convert_prompt(model, torch.arange(4)), convert_prompt(model, torch.arange(7))
+    with model.kv_bias(long):
+        theirs = model.run_with_cache(torch.tensor([[3]]))[1]
+
+    def put(x, hook):
+        x[:, 1] = theirs[hook.name][:, 1]
+        return x
+
+    for hook in (put, lambda x, hook: theirs[hook.name]):
+        patched = model.hooks(fwd_hooks=[("blocks.0.attn.hook_b_keys", hook)])
+        with model.kv_bias(short), patched, pytest.raises(KVLensError, match="has 4 keys a head.*7.*exchange_heads"):
+            model(torch.tensor([[3]]))
+    with pytest.raises(KVLensError, match=r"no layer and head \(0, 9\); there are 2 layers"):
+        short.exchange_heads(long, [(0, 9)])
+
+
 def test_batches_and_rows(model):
     prompts = torch.arange(12).view(3, 4)
     together = convert_prompt(model, prompts)

@@ -50,6 +50,7 @@ CHANGES = {
     "some of a batch": lambda model, b, other: b.repeat(1).select_prompts(torch.tensor([0, 0])),
     "in a batch with another": lambda model, b, other: KVBias.batch([b, other]),
     "layers exchanged": lambda model, b, other: b.exchange_layers(b, torch.tensor([[True, False]])),
+    "heads exchanged": lambda model, b, other: b.exchange_heads(other, [(0, 1)]),
 }
 """Operations that make another bias, each with its own error."""
 SAME = {
