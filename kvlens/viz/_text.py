@@ -92,13 +92,20 @@ def rounded(value: float, digits: int = 3) -> float | None:
     return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
-def number(value: float | int) -> str:
-    """``value`` formatted to three significant digits, without an exponent in the common range; ``–`` for none."""
+def number(value: float | int, top: float | None = None) -> str:
+    """``value`` formatted to three significant digits, without an exponent in the common range; ``–`` for none.
+
+    Args:
+        value: the number.
+        top: the largest of those that are shown beside it: all of them get its form and as many decimals.
+    """
     if not math.isfinite(value):
         return "–"
-    if value == 0 or 1e-3 <= abs(value) < 1e5:
-        digits = 0 if value == 0 else max(0, 2 - math.floor(math.log10(abs(value))))
-        return f"{value:,.{digits}f}".replace("-", "−")
+    largest = abs(value) if top is None or not math.isfinite(top) else abs(top)
+    if largest == 0 or 1e-3 <= largest < 1e5:
+        digits = 0 if largest == 0 else max(0, 2 - math.floor(math.log10(largest)))
+        shown = f"{value:,.{digits}f}"
+        return (shown if float(shown.replace(",", "")) else shown.removeprefix("-")).replace("-", "−")
     return f"{value:.1e}".replace("-", "−")
 
 

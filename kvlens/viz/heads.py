@@ -70,7 +70,7 @@ def head_map(table: pd.DataFrame, column: str, *, clickable: bool, without_zero:
         for head, value in row.items():
             place = f"layer {layer}, head {head}: {column} {number(value)}"
             where = f'data-layer="{layer}" data-head="{head}" title="{html_text(place)}"'
-            shown = "" if wide else number(value)
+            shown = "" if wide else number(value, max(abs(low), abs(top)))
             cells.append(f"<td><{element} {where} {strength_style(value, low, top)}>{shown}</{element}></td>")
         rows.append(f'<tr><th scope="row">{layer}</th>{"".join(cells)}</tr>')
     kind = f'class="heat{" wide" if wide else ""}" data-column="{html_text(column)}"'
@@ -93,7 +93,8 @@ def _map_data(table: pd.DataFrame, column: str, without_zero: bool) -> dict[str,
 
 def _legend(low: float, top: float, column: str, *, signed: bool) -> str:
     ramp = f'<span class="ramp{" signed" if signed else ""}" aria-hidden="true"></span>'
-    ends = number(-top if signed else low), f"{number(top)} {column}"
+    most = max(abs(low), abs(top))
+    ends = number(-top if signed else low, most), f"{number(top, most)} {column}"
     return f'<span class="legend"><span>{ends[0]}</span>{ramp}<span>{html_text(ends[1])}</span></span>'
 
 
@@ -227,7 +228,7 @@ def draw_heat_map(ax: Any, table: pd.DataFrame, value: str, name: str, *, withou
     if grid.shape[1] <= MAX_NUMBERED:
         for (row, column), entry in np.ndenumerate(grid.to_numpy()):
             color = "white" if abs(entry - low) > 0.55 * (top - low) else "black"
-            ax.text(column, row, number(entry), ha="center", va="center", fontsize=7, color=color)
+            ax.text(column, row, number(entry, max(abs(low), abs(top))), ha="center", va="center", fontsize=7, color=color)
     ax.figure.colorbar(image, ax=ax, label=value, extend=beyond(grid.to_numpy().flat, lowest, top))
     return ax
 

@@ -109,7 +109,9 @@ def _bar(name: str, value: float, top: float, zero: float) -> str:
     start = max(0.0, zero - width) if value < 0 else zero
     kind = "negative" if value < 0 else "positive"
     bar = f'<div class="bar {kind}" style="left:{start:.2f}%;width:{width:.2f}%"></div>'
-    return f'<tr><th scope="row">{html_text(name)}</th><td><div class="track">{bar}</div></td><td>{number(value)}</td></tr>'
+    return (
+        f'<tr><th scope="row">{html_text(name)}</th><td><div class="track">{bar}</div></td><td>{number(value, top)}</td></tr>'
+    )
 
 
 def _figure(names: list[str], numbers: list[float], value: str, title: str) -> Any:

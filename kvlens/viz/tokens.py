@@ -117,7 +117,7 @@ def _draw(ax: Any, parts: list[tuple[int, int, str, float]], top: float, title: 
     for i in range(41):  # the scale, as a strip under the text
         strength = i / 20 - 1
         ax.add_patch(Rectangle((8 + 0.5 * i, n_lines + 0.5), 0.5, 0.7, color=colors(0.5 + 0.35 * strength), linewidth=0))
-    for x, end, side in ((7.5, f"{-top:.3g}", "right"), (29.0, f"{top:.3g} {unit}", "left")):
+    for x, end, side in ((7.5, number(-top, top), "right"), (29.0, f"{number(top, top)} {unit}", "left")):
         ax.text(x, n_lines + 0.85, end, va="center", ha=side, fontsize=FONT, parse_math=False)
     return ax
 

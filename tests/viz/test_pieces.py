@@ -265,7 +265,7 @@ def test_the_map_of_a_logarithm_runs_from_its_lowest_to_its_highest():
     first = dual_view(losses(), demonstrations()).body
     strengths = [float(x) for x in re.findall(r'class="positive" style="--x:([\d.]+)%"', first)]
     assert strengths == [0.0, 20.0, 40.0, 60.0, 80.0, 100.0]
-    assert "−10.0</span>" in first and "−5.00 log_loss_drop" in first
+    assert "−10.0</span>" in first and "−5.0 log_loss_drop" in first
 
 
 def test_many_demonstrations_are_colored_in_blocks():
@@ -284,6 +284,19 @@ def test_many_demonstrations_are_colored_in_blocks():
 )
 def test_numbers(value, shown):
     assert number(value) == shown
+
+
+def test_numbers_of_one_figure_have_one_form():
+    """That of the largest; a value by itself, as a cell's title, keeps its digits."""
+    table = pd.DataFrame({"layer": [0] * 4, "head": range(4), "b_kv_norm": [6.3e-4, 0.0403, -0.0121, 0.0]})
+    piece = head_heatmap(table)
+    assert re.findall(r"<span data-layer[^>]*>([^<]*)</span>", piece.body) == ["0.0006", "0.0403", "−0.0121", "0.0000"]
+    assert "b_kv_norm 6.3e−04" in piece.body
+    axes = head_heatmap(table, ax=plt.figure().add_subplot())
+    assert [text.get_text() for text in axes.texts] == ["0.0006", "0.0403", "−0.0121", "0.0000"]
+    bars = contribution_bars(table, "b_kv_norm", by="head").body
+    assert re.findall(r"<td>([^<]*)</td></tr>", bars) == ["0.0006", "0.0403", "−0.0121", "0.0000"]
+    assert [number(x, 2e-7) for x in (2e-7, 5e-9)] == ["2.0e−07", "5.0e−09"]
 
 
 @pytest.mark.parametrize(

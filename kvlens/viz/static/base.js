@@ -28,12 +28,13 @@ const KVLENS = (() => {
     return label((signs.length > longest ? [...signs.slice(0, longest - 1), "…"] : signs).join(""));
   };
   // like number and percent in _text.py
-  const number = (x) => {
+  const number = (x, top = x) => {
     if (x === null) return "–";
-    const size = Math.abs(x);
+    const size = Math.abs(top ?? x);
     if (size !== 0 && (size < 1e-3 || size >= 1e5)) return x.toExponential(1).replace(/e([+-])(\d)$/, "e$10$2").replaceAll("-", "−");
     const digits = size === 0 ? 0 : Math.max(0, 2 - Math.floor(Math.log10(size)));
-    const shown = x.toFixed(digits); // rounded as Python does, by the binary value; toLocaleString takes much longer
+    let shown = x.toFixed(digits); // rounded as Python does, by the binary value; toLocaleString takes much longer
+    if (!Number(shown)) shown = shown.replace("-", "");
     return (digits ? shown : shown.replace(/\B(?=(\d{3})+$)/g, ",")).replace("-", "−");
   };
   const percent = (x, least = 0.001) => {
@@ -101,7 +102,8 @@ const KVLENS = (() => {
   const legend = (top, unit, signed, low = 0) => {
     const box = element("div", "legend"), bar = element("span", signed ? "ramp signed" : "ramp");
     bar.setAttribute("aria-hidden", "true");
-    box.append(element("span", "", number(signed ? -top : low)), bar, element("span", "", `${number(top)} ${unit}`));
+    const most = Math.max(Math.abs(low), Math.abs(top));
+    box.append(element("span", "", number(signed ? -top : low, most)), bar, element("span", "", `${number(top, most)} ${unit}`));
     return box;
   };
 
@@ -161,7 +163,7 @@ const KVLENS = (() => {
       heads.forEach((head, i) => {
         paint(head, values[i] === null ? null : values[i] - low, top - low);
         head.title = `layer ${head.dataset.layer}, head ${head.dataset.head}: ${select.value} ${number(values[i])}`;
-        if (!map.classList.contains("wide")) head.textContent = number(values[i]);
+        if (!map.classList.contains("wide")) head.textContent = number(values[i], Math.max(Math.abs(low), Math.abs(top)));
       });
       map.dataset.column = select.value;
       map.caption.replaceChildren(legend(top, select.value, low === 0 && values.some((x) => x < 0), low));
