@@ -5,10 +5,14 @@
    lie in none.
 2. The text of each piece is cut into spans (:data:`CUTS`). White space belongs to the span before it, and a span of nothing
    else is none.
-3. A token belongs to the span that has most of its characters, white space not counted; to none if most are outside of all.
+3. A sentence ends at a period where both say so: rules for English prose, and sentencex, which knows the abbreviations and
+   ordinals of the text's language (``Am 3. Mai``, ``Av. Colón``). sentencex alone cuts at ``fig. 3`` and knows no wrapped
+   lines; of 34 short texts of five languages the rules cut 22 as a reader would, sentencex 26, and both together 28.
+4. A token belongs to the span that has most of its characters, white space not counted; to none if most are outside of all.
    Of equal ones it belongs to the first.
 """
 
+import functools
 import itertools
 import re
 from collections import Counter
@@ -40,11 +44,16 @@ BEFORE_CAPITALS = frozenset(("etc", "a.m", "p.m"))
 """Abbreviations that end a sentence where a capital follows."""
 BEFORE_OPENERS = frozenset(("Inc", "Ltd", "Co", "Corp", "Jr", "Sr", "Bros"))
 """Abbreviations that end one, as acronyms and initials do, before one of `OPENERS`: 'in the U.S. The'."""
+LANGUAGES = ("de", "en", "es", "fr", "it", "ja", "nl", "pl", "pt", "ru", "sv", "zh")
+"""That a text is taken to be in one of; of a few words, more of them would be confused."""
+ENOUGH = 2000
+"""Characters by which its language is told."""
 _CLOSING = "\"')\\]\u201d\u2019\u00bb*_"
 _END = re.compile(f"(?:[.!?\u2026]+[{_CLOSING}]*(?=\\s)|[\u3002\uff01\uff1f]+[{_CLOSING}]*)\\s*")
 _LAST_WORD = re.compile(r"[\w.'\u2019-]*$")
 _FIRST_WORD = re.compile(r"[\"'(\[\u201c\u2018\u00ab*_]*([\w'\u2019]*)")
 _LETTERS = re.compile(r"[A-Za-z](\.[A-Za-z])*")
+_WHITE = re.compile(r"\s*")
 _BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
 _COMMENT = re.compile(r"(^|\s)\s*(#\s|//).*$")
 LONGEST_WORD = 40
@@ -331,9 +340,33 @@ def _unwrapped(text: str) -> Iterable[int]:
 
 def _sentences(text: str) -> Iterable[int]:
     """Find where lines and sentences begin."""
-    yield from _unwrapped(text)
-    in_lowercase = text == text.lower()
-    yield from (end.end() for end in _END.finditer(text) if _is_end(text, end, in_lowercase))
+    lines, in_lowercase = [*_unwrapped(text)], text == text.lower()
+    ends = [end for end in _END.finditer(text) if _is_end(text, end, in_lowercase)]
+    at_periods = _ends_in_its_language(text, lines) if any(end[0][0] == "." for end in ends) else set()
+    yield from lines
+    yield from (end.end() for end in ends if end[0][0] != "." or end.end() in at_periods)
+
+
+def _ends_in_its_language(text: str, lines: Sequence[int]) -> set[int]:
+    """Where sentencex ends the sentences of each line, with the white space behind them."""
+    import sentencex
+
+    language, _ = _identifier().classify(text[:ENOUGH])
+    found = set[int]()
+    for start, stop in itertools.pairwise(sorted({*lines, len(text)})):
+        for sentence in sentencex.get_sentence_boundaries(language, text[start:stop]):
+            found.add(_WHITE.match(text, start + sentence["end_index"]).end())  # type: ignore[union-attr]
+    return found
+
+
+@functools.cache
+def _identifier() -> Any:
+    """Of languages; one of kvlens' own, as others may use the package with other languages."""
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    identifier = LanguageIdentifier.from_model_file(MODEL_FILE)
+    identifier.set_languages(LANGUAGES)
+    return identifier
 
 
 def _is_end(text: str, end: re.Match[str], in_lowercase: bool) -> bool:
