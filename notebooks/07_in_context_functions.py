@@ -12,12 +12,11 @@
 # ---
 
 # %% [markdown]
-# # Functions learned in context: which algorithm is it?
+# # Functions learned in context: least squares, or ridge regression?
 #
 # A prompt contains examples of a function, $(x_1, y_1, \dots, x_n, y_n, x')$, and the model must predict $f(x')$. Every prompt has its
-# own $f$, so the weights cannot store the function: training has to find an *algorithm*. *Which one?*
-#
-# Here $f(x) = w x$ with a random $w$ and noisy $y$. There are two candidates:
+# own $f$, so the weights cannot store the function: training has to find an *algorithm*. Here $f(x) = w x$ with a random $w$ and noisy
+# $y$. *Which of two algorithms does a small transformer, trained for a few seconds, follow?*
 #
 # $$\hat w_{\text{least squares}} = \frac{\sum x_j y_j}{\sum x_j^2} \qquad\qquad \hat w_{\text{ridge}} = \frac{\sum x_j y_j}{\sum x_j^2 + \sigma^2}$$
 #
@@ -29,7 +28,6 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 
-from kvlens.papers.lecture.equivariance import equivariance_table
 from kvlens.papers.lecture.regression_baselines import least_squares, ridge
 from kvlens.tasks import make_task
 from kvlens.training import build_model, train
@@ -46,7 +44,8 @@ axes.set(xlabel="training step", ylabel="held-out squared error");
 # %% [markdown]
 # ## Against least squares and ridge
 #
-# The error of each predictor on two thousand new functions, by the number of examples it has seen. Always predicting 0 gives an error of 1.
+# The error of each predictor on two thousand new functions, by the number of examples it has seen. Always predicting 0 gives an error of
+# about 0.9, the error with no example.
 
 # %%
 test = task.heldout(2000, seed=1)
@@ -61,65 +60,36 @@ with torch.no_grad():
 error = pd.DataFrame({name: ((p - truth) ** 2).mean(0) for name, p in predictions.items()}).rename_axis("examples seen")
 
 figure, axes = plt.subplots(figsize=(6, 3), layout="constrained")
-error.plot(ax=axes, logy=True, marker=".", ylim=(0.03, 3), ylabel="mean squared error");
+error.plot(ax=axes, logy=True, marker=".", ylim=(0.03, 3), ylabel="mean squared error")
+error.round(3)
 
 # %% [markdown]
 # After one example the error of least squares is off the chart, because it divides by a very small number whenever $x_1$ is small. Ridge does
-# not, and the transformer follows ridge. We can also compare the predictions with each other: for any number of examples, the
-# transformer's are closer to ridge's.
+# not, and neither does the transformer, which is close to ridge there. With more examples it falls behind: from four on least squares has
+# the smaller error of the two, and ridge has the smallest of all throughout.
+
+# %%
+assert error["least squares"][1] > 3 and error["transformer"][1] < 1.1 * error["ridge"][1]
+assert (error["transformer"][:4] < error["least squares"][:4] + 0.02).all()
+assert (error["transformer"][4:] > error["least squares"][4:]).all() and (error["ridge"] <= error.min(axis=1)).all()
+
+# %% [markdown]
+# ## Whose predictions are its own like?
+#
+# An error says how good a predictor is, and not which one. The mean squared distance between the predictions does.
 
 # %%
 distance = pd.DataFrame(
     {name: ((predictions["transformer"] - predictions[name]) ** 2).mean(0) for name in ("least squares", "ridge")}
 ).rename_axis("examples seen")
 assert (distance["ridge"][1:] < distance["least squares"][1:]).all()
-assert error["least squares"][1] > 3 and error["transformer"][1] < 0.6  # always predicting 0 gives 1
-assert (error["transformer"][1:] < 1.3 * error["ridge"][1:] + 0.08).all()
+assert distance["ridge"][5] > 0.5 * error["ridge"][5]  # far from the same predictor
 distance.round(3)
 
 # %% [markdown]
-# The model learned an algorithm that includes the sizes of $w$ and of the noise in the training data. It is not *exactly* ridge: the
-# distance is not zero, and outside the training distribution the two may differ. `kvlens reproduce function-classes` examines this in
-# more detail, for several classes of functions.
+# ## Answer
 #
-# ## Does the model see the order of its input?
-#
-# Without positional embeddings and with bidirectional attention, a transformer is equivariant to permutations $\pi$ of the positions:
-# $T(\pi X) = \pi T(X)$ (LECTURE, section 3). Positional embeddings break this. So does a causal mask alone, which is why a decoder can
-# use the order of its input even without positional embeddings.
-
-# %%
-sizes = {"n_layers": 2, "d_model": 32, "d_head": 8, "act_fn": "relu"}
-orders = equivariance_table(sizes, n_positions=9, d_input=2, n_prompts=16, n_models=3).query("dtype == 'float64'")
-orders = orders.groupby(["attention_dir", "positions"], sort=False)["deviation"].max().rename("largest |T(pi X) - pi T(X)| / |T(X)|")
-assert orders["bidirectional", "none"] < 1e-12 and (orders.drop(("bidirectional", "none")) > 1e-2).all()
-orders.to_frame()
-
-# %% [markdown]
-# ## The examples are read through keys and values
-#
-# Hooks work on a regressor as on any other model. Here every position of one layer attends only to itself. If the error rises to that of a
-# model without examples, the information about the examples passed through that layer's keys and values.
-
-
-# %%
-def own_value_only(pattern, hook):
-    """Let every position attend only to itself."""
-    return torch.eye(pattern.shape[-1]).expand_as(pattern)
-
-
-cut = {"intact": error["transformer"].iloc[-1]}
-for layer in range(2):
-    with torch.no_grad(), model.transformer.hooks([(f"blocks.{layer}.attn.hook_pattern", own_value_only)]):
-        cut[f"layer {layer} cut"] = float(((model(test.inputs)[:, 0::2].double() - truth) ** 2).mean(0)[-1])
-figure, axes = plt.subplots(figsize=(5, 2.6), layout="constrained")
-axes.bar(list(cut), list(cut.values()))
-axes.axhline(1, color="gray", linewidth=0.8)
-axes.set(ylabel="squared error, 5 examples");
-
-# %% [markdown]
-# Both layers are needed: with either one cut, the model is about as bad as one that has seen no examples (the gray line).
-
-# %%
-assert all(value > 0.7 for name, value in cut.items() if name != "intact") and cut["intact"] < 0.2
-{name: round(float(value), 3) for name, value in cut.items()}
+# Neither of them, but rather ridge than least squares: its predictions are closer to ridge's with any number of examples, and clearly so with
+# one to three, where the size of $w$ and of the noise matter most. With five examples its distance from ridge is as large as ridge's own error:
+# after so little training it uses what the training data has in common, and makes less of further examples than either algorithm does.
+# `kvlens reproduce function-classes` trains longer, on several classes of functions.
