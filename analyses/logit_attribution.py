@@ -439,6 +439,11 @@ def _after_prompt(
         model,
         convert_prompt(model, prompt),
         text,
-        tokens=[token for token in (answer, rival) if token is not None],
+        tokens=[
+            int(token)
+            for what, given in (("answer", answer), ("rival", rival))
+            if given is not None
+            for token in predicted_tokens(model, what, given)
+        ],
         per_head=per_head,
     )

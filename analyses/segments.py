@@ -230,6 +230,11 @@ def telling(listener: OnProgress) -> Iterator[None]:
         _LISTENER.reset(before)
 
 
+def part_of(tell: OnProgress, number: int, n: int) -> OnProgress:
+    """What one of ``n`` equal parts calls with the fraction of it that is done."""
+    return lambda done: tell((number + done) / n)
+
+
 def _of_one_text(x: Tensor, name: str) -> Tensor:
     """Remove the batch axis, and put positions first."""
     if name.endswith("shift_coef"):

@@ -100,15 +100,15 @@ def state_memory(model: KVModel, prompt: str | Int[Tensor, "*one_prompt pos"]) -
 @torch.no_grad()
 def state_erasure(
     model: KVModel,
-    earlier: str | Int[Tensor, "*one_earlier earlier_pos"],
     prompt: str | Int[Tensor, "*one_prompt pos"],
+    earlier: str | Int[Tensor, "*one_earlier earlier_pos"],
 ) -> pd.DataFrame:
     """Measure how much of an earlier prompt a second one erases from the states.
 
     Args:
         model: as in :func:`state_memory`.
-        earlier: the first prompt, as a string or tokens.
-        prompt: the second prompt, read after it.
+        prompt: a string or tokens, read after the earlier one.
+        earlier: the prompt before it, likewise.
 
     Returns:
         One row per layer and head, in that order; all NaN except ``earlier_norm`` if the earlier state is 0:

@@ -170,7 +170,7 @@ def test_a_chat_in_a_batch_is_cut_as_it_is_alone():
     model = chat_model(dtype=torch.float64)
     chat = Chat.ask("Return the widget?", ["The widget is purple."], system="Be kind. Be brief.")
     record = Record("a", Chat(chat.messages), "The", {"answer": 5})
-    frame = prompt_attribution.analysis.run(model, record, n_null=0)
+    frame = prompt_attribution.analysis.run(model, record)
     pd.testing.assert_frame_equal(frame, prompt_attribution(model, chat.messages, "The", answer=5))
     assert frame["unit_text"].str.strip().tolist() == ["Be kind.", "Be brief.", "document 1:", "The widget is purple."]
     effect = prompt_effect.analysis.run(model, record)

@@ -3,12 +3,14 @@ that become signs."""
 
 import argparse
 import contextlib
+import inspect
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,14 @@ import torch
 from rich.cells import cell_len
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
+import kvlens
 from kvlens import HookedKVTransformer, __version__, zoo
 from kvlens.cli import main
-from kvlens.cli.settings import add_settings, settings_of
+from kvlens.cli.prompts import add_explain
+from kvlens.cli.settings import add_settings, add_train, settings_of
+from kvlens.explanation import explanation_page
 from kvlens.terminal import UNREADABLE, visible
+from kvlens.training import TrainSettings, train_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -130,6 +136,22 @@ def test_zoo_lists_what_ships(capsys, monkeypatch, tmp_path):
     row = told.splitlines()[1].split()
     assert row[:3] + row[5:] == ["docs-linear", "text", "12,345", "2.5000", "0.5000", "0.250"]
     assert 'Load a model with kvlens.load("docs-linear").' in " ".join(told.split())
+
+
+def test_what_a_command_takes_is_called_as_in_python():
+    """But for files, settings, and the words that say what to do with them; of a list, each is given by itself."""
+    of_explain = kvlens.explain, kvlens.load, kvlens.Chat, kvlens.Chat.ask, explanation_page
+    known = {
+        add_explain: {name for function in of_explain for name in inspect.signature(function).parameters},
+        add_train: {*(field.name for field in fields(TrainSettings)), *inspect.signature(train_recipe).parameters},
+    }
+    others = {"help", "prompt_file", "text_file", "out", "overwrite", "name", "task", "model", "set"}
+    for add, names in known.items():
+        command = argparse.ArgumentParser().add_subparsers()
+        add(command)
+        [parser] = command.choices.values()
+        dests = {action.dest for action in parser._actions} - others
+        assert len(dests) > 4 and {dest for dest in dests if not {dest, f"{dest}s"} & names} == set()
 
 
 def test_settings_are_given_together_or_one_by_one():

@@ -24,7 +24,10 @@ REFUSED = [
     "train induction --seed -1",
     "train inducton --out m",
     "train docs-linear --out photos",
-    *(f"train induction --out m {x}" for x in ("--device meta", "--steps x", "--steps 0", f"--seed {2**70}", "--minutes nan")),
+    *(
+        f"train induction --out m {x}"
+        for x in ("--device meta", "--steps x", "--steps 0", f"--seed {2**70}", "--max-minutes nan")
+    ),
     *(f"train induction --out m {x}" for x in ("--stepz 3", "--set", "--set =3", "--set steps", "--set steps=many")),
     *(f"train induction --out m --set {x}" for x in ("learning_rate=Infinity", "learning_rate=nan", "'betas=[\"a\", 0.9]'")),
     *(f"train induction --out m --task {x}" for x in ("vocab=3", "length=[]")),

@@ -150,7 +150,17 @@ COLUMNS = Columns(
 )
 
 
-@COLUMNS.document
+@analysis(
+    COLUMNS,
+    "which sentence (word, token) of the prompt made the model say it: effects of removing it, with a null",
+    inputs={"prompt": PROMPT_OR_CHAT},
+    options={
+        "by": BY,
+        "method": Option("how effects are found", choices=tuple(ATTRIBUTION_METHODS)),
+        "null": Option("compare with so many units of unrelated texts, such as 40 (default: no p-values)", value_type=int),
+        "positions": Option("what follows a removed unit stays, or moves up", choices=("kept", "closed")),
+    },
+)
 @checked
 @torch.no_grad()
 def prompt_attribution(
@@ -162,7 +172,7 @@ def prompt_attribution(
     answer: Answer = None,
     rival: Rival = None,
     method: str | Method = "leave_one_out",
-    null: Null | None = None,
+    null: Null | Annotated[int, Within(1, 2**20)] | None = None,
     positions: Positions = "kept",
 ) -> pd.DataFrame:
     """The effect of each unit of a prompt on an answer.
@@ -176,7 +186,8 @@ def prompt_attribution(
             probable next token.
         rival: another answer, whose log-probability is taken away; None for none.
         method: a name of :data:`kvlens.analyses.attribution.methods.ATTRIBUTION_METHODS`, or a method with its options.
-        null: where unrelated units come from (:class:`kvlens.analyses.attribution.prompt.Null`); None leaves p-values out.
+        null: where unrelated units come from (:class:`kvlens.analyses.attribution.prompt.Null`), or how many are taken from
+            texts that the model writes by itself; None leaves p-values out.
         positions: ``kept``: what follows a removed unit stays where it stood; ``closed``: it moves up.
 
     Returns:
@@ -188,7 +199,7 @@ def prompt_attribution(
         KVLensError: tokens that do not fit, ranges that hold BOS or overlap, an unknown name, an answer of no tokens.
     """
     question = Question.of(model, prompt, text, answer, rival, positions)
-    units = question.units(by)
+    units, null = question.units(by), Null(null) if isinstance(null, int) else null
     expected = _cost(question, units, null, attribution_method(method))
     with question.account.bar("prompt_attribution", expected):
         found = attribution_method(method).explain(question, units)
@@ -250,33 +261,3 @@ def _cost(question: Question, units: Sequence[Unit], null: Null | None, method: 
     n_null, n_rows = (0 if null is None else null.n_for(len(units))), getattr(method, "n_subsets", len(units))
     written = longest if null is not None and null.prompts is None else 0
     return (n_rows + n_null) * behind + n_null * written + (len(units) + 5) * n_text + 5 * n_prompt
-
-
-@analysis(
-    COLUMNS,
-    "which sentence (word, token) of the prompt made the model say it: effects of removing it, with a null",
-    of=prompt_attribution,
-    inputs={"prompt": PROMPT_OR_CHAT},
-    options={
-        "by": BY,
-        "method": Option("how effects are found", choices=tuple(ATTRIBUTION_METHODS)),
-        "n_null": Option("units of unrelated texts to compare with; 0 for none"),
-        "positions": Option("what follows a removed unit stays, or moves up", choices=("kept", "closed")),
-    },
-)
-def _attribution(
-    model: KVModel,
-    prompt: PromptTokens,
-    text: TextTokens,
-    *,
-    answer: Answer = None,
-    rival: Rival = None,
-    by: str = "sentence",
-    method: str = "leave_one_out",
-    n_null: int = 40,
-    positions: str = "kept",
-) -> pd.DataFrame:
-    """:func:`prompt_attribution` with a null of texts that the model writes by itself; 0 leaves it out."""
-    null = Null(n_null) if n_null else None
-    options: dict = dict(by=by, method=method, null=null, positions=positions)
-    return prompt_attribution(model, prompt, text, answer=answer, rival=rival, **options)

@@ -20,7 +20,6 @@ in :func:`kvlens.analyses.bias.decomposition.bias_by_head`.
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Literal, get_args
 
 import pandas as pd
@@ -43,7 +42,7 @@ from ..predictions import (
     next_token_losses,
     text_logits,
 )
-from ..segments import OnProgress, progress
+from ..segments import OnProgress, part_of, progress
 from ..sequences import PromptTokens, TextTokens, bias_and_text, prompt_sequence, prompt_text_bias
 from .exchange import (
     ALL,
@@ -178,7 +177,7 @@ def _measured(
             whole_logits = text_logits(model, None, target.text)
         whole, whole_value = log_probabilities(whole_logits), target.value(whole_logits)
         whole_loss, values = next_token_losses(whole, target.text)[:-1].mean(), []
-        told = partial(_share, tell, number, len(targets))
+        told = part_of(tell, number, len(targets))
         for logits in exchange.logits(model, target.text, chosen, donor, on_progress=told):
             values.append(target.value(logits) - whole_value)
             if number == 0:
@@ -187,10 +186,6 @@ def _measured(
                 found["loss_change"] += (next_token_losses(log_p, target.text)[:, :-1].mean(dim=-1) - whole_loss).tolist()
         changes.append(torch.cat(values) if values else torch.zeros(0))
     return {**found, "logit_change": torch.stack(changes).sum(dim=0).tolist()}
-
-
-def _share(tell: OnProgress, number: int, n: int, done: float) -> None:
-    tell((number + done) / n)
 
 
 def _parts_of(bias: KVBias) -> Sequence[Ablated]:

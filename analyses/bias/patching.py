@@ -49,7 +49,7 @@ from ..heads.repeated_text import shifted_projections
 from ..logit_attribution import check_predicts_text, predicted_tokens
 from ..predictions import log_probabilities, next_token_losses
 from ..registry import on_its_front_ends
-from ..segments import OnProgress, progress
+from ..segments import OnProgress, part_of, progress
 from ..sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
 from .exchange import ALL, HEAD_PART, PART_KINDS, SHIFT_STATE_PART, ExchangedPart, HeadExchange, heads_with, in_one_space
 
@@ -208,10 +208,7 @@ def activation_patching(
     donors = _donors(clean, corrupted)
     patching = _Patching(model, donors, patches, HeadExchange(donors["corrupted"], *donors.values()))
     with progress("activation_patching") as tell:
-        runs = [
-            patching.run(*reading, lambda done, n=number: tell((n + done) / len(readings)))
-            for number, reading in enumerate(readings)
-        ]
+        runs = [patching.run(*reading, part_of(tell, i, len(readings))) for i, reading in enumerate(readings)]
     clean_metric, corrupted_metric, metrics = (sum(values) for values in zip(*runs, strict=True))
     gap = clean_metric - corrupted_metric
     return COLUMNS.frame(

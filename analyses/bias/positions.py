@@ -30,7 +30,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, KVModel
-from kvlens.checks import checked
+from kvlens.checks import checked, ensure, one_of
 from kvlens.errors import brief
 from kvlens.memory import BLOCK_NUMBERS
 from kvlens.model import heads_per_layer, output_weights
@@ -45,7 +45,7 @@ from ..logit_attribution import (
 )
 from ..predictions import OUTPUT_SHARE
 from ..readings import CONDITIONS, Readings, check_readings, read_text
-from ..segments import OnProgress, PromptColumns, progress, zeros_by_head
+from ..segments import OnProgress, PromptColumns, part_of, progress, zeros_by_head
 from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence, prompt_text_bias
 from .decomposition import share_probes
 from .exchange import HEAD
@@ -76,7 +76,14 @@ COLUMNS = Columns(
 )
 
 
-@COLUMNS.document
+@analysis(
+    COLUMNS,
+    "what each prompt position gives to each head's output and to a logit",
+    options={
+        "by": Option("whose position counts where values are shifted", VIEWS),
+        "at": Option("which positions of the text to distinguish", AT),
+    },
+)
 @checked
 @torch.no_grad()
 def bias_positions(
@@ -86,7 +93,7 @@ def bias_positions(
     *,
     initial: KVBias | None = None,
     by: View = "attended",
-    at: Sequence[int] | None = None,
+    at: str | Sequence[int] = "together",
     answer: Answer = None,
     rival: Rival = None,
     segment_length: int | None = None,
@@ -102,7 +109,7 @@ def bias_positions(
         text: a string, or tokens [pos] without BOS.
         initial: the bias that the prompt continues; None continues the one that is attached, as ``convert_prompt`` does.
         by: ``attended`` or ``source``, see :mod:`kvlens.analyses.bias.reads`; the same if values are not shifted.
-        at: positions of the text to report separately; None takes all of them together.
+        at: positions of the text to report separately, ``last`` or ``each``; ``together`` takes all of them together.
         answer, rival: the logit, as in :func:`kvlens.analyses.bias.decomposition.bias_decomposition`; with ``at`` that of the
             answer's token at each position.
         segment_length: tokens per segment, for linear attention; None chooses a length, and the whole text if the model has
@@ -121,15 +128,16 @@ def bias_positions(
     prompt = prompt_sequence(model, "prompt", prompt, initial)
     text = one_sequence(model, "text", text)
     targets = logit_targets(model, text, answer, rival)
-    _check_view(by, at, len(text))
+    where = _positions(at, len(text))
     attached = contextlib.nullcontext() if initial is None else model.kv_bias(initial)
     with attached, progress("bias_positions") as tell:
         numbers: list[Float[Tensor, "_ position part number"]] = []
-        for target in targets:
-            reading = reading_of(model, prompt, target.text, by=by, segment_length=segment_length, on_progress=tell)
-            read, parts = _read(reading, target, at)
+        for i, target in enumerate(targets):
+            told = part_of(tell, i, len(targets))
+            reading = reading_of(model, prompt, target.text, by=by, segment_length=segment_length, on_progress=told)
+            read, parts = _read(reading, target, where)
             numbers = [_with_logit(*both) for both in zip(numbers, read, strict=True)] if numbers else read
-    return _frame(model, prompt, numbers, parts, at)
+    return _frame(model, prompt, numbers, parts, where)
 
 
 def _with_logit(
@@ -180,10 +188,15 @@ def output_shares(
     return shares
 
 
-def _check_view(by: str, at: Sequence[int] | None, n_text: int) -> None:
-    outside = [] if at is None else [i for i in at if not 0 <= i < n_text]
+def _positions(at: str | Sequence[int], n_text: int) -> Sequence[int] | None:
+    """The positions that are named; None for all of them together."""
+    if isinstance(at, str):
+        ensure("at", one_of(AT), at)
+        return {"together": None, "last": [n_text - 1], "each": range(n_text)}[at]
+    outside = [i for i in at if not 0 <= i < n_text]
     if outside:
         raise KVLensError(f"bias_positions: at={outside[0]} lies outside the text, whose {n_text} positions count from 0")
+    return at
 
 
 def _logit_probes(
@@ -297,31 +310,6 @@ def _frame(
             "logit": logit,
         }
     )
-
-
-@analysis(
-    COLUMNS,
-    "what each prompt position gives to each head's output and to a logit",
-    of=bias_positions,
-    options={
-        "by": Option("whose position counts where values are shifted", VIEWS),
-        "at": Option("which positions of the text to distinguish", AT),
-    },
-)
-def _at_named_positions(
-    model: KVModel,
-    prompt: Tensor,
-    text: Tensor,
-    answer: Answer,
-    rival: Rival,
-    *,
-    by: View = "attended",
-    at: str = AT[0],
-) -> pd.DataFrame:
-    """:func:`bias_positions` at positions that are named by a word."""
-    last = len(text) - 1
-    positions = {"together": None, "last": [last], "each": range(last + 1)}[at]
-    return bias_positions(model, prompt, text, by=by, at=positions, answer=answer, rival=rival)
 
 
 N_GUESSES = 5

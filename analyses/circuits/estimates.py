@@ -308,6 +308,7 @@ def circuit(
     method: Literal["eap", "eap_ig"] = "eap_ig",
     steps: Annotated[int, Within(1)] = 5,
     confirm: Annotated[int, Within(0)] = 0,
+    size: int | None = None,
 ) -> Circuit:
     """Estimate how much every edge between the parts of a model carries of the difference between pairs of prompts.
 
@@ -320,9 +321,10 @@ def circuit(
         method: ``eap`` or ``eap_ig``.
         steps: of the path between the two embeddings, for ``eap_ig``.
         confirm: how many edges, those with the largest estimates (without sign), are run, each cut alone.
+        size: how many edges are kept, as by :meth:`Circuit.keep`; None for all.
 
     Returns:
-        The circuit of all edges. Its frame ``nodes`` has a row per node, and ``edges`` one per edge:
+        The circuit. Its frame ``nodes`` has a row per node, and ``edges`` one per edge:
 
         {columns}
 
@@ -345,7 +347,8 @@ def circuit(
             tell((number + 1) / len(batches))
     n = sum(len(pairs.clean) for pairs in batches)
     found = Circuit(model, batches, graph, total / n, torch.full_like(total, torch.nan), by_position / n, graph.edges)
-    return found.confirmed(min(confirm, found.n_units("edges"))) if confirm else found
+    found = found.confirmed(min(confirm, found.n_units("edges"))) if confirm else found
+    return found if size is None else found.keep(size)
 
 
 def _check_model(model: KVModel) -> None:
@@ -485,5 +488,4 @@ def edges_of_a_record(
 
         {columns}
     """
-    found = circuit(model, prompt, corrupted, (answer, rival), method=method, steps=steps, confirm=confirm)
-    return (found if size is None else found.keep(size)).edges
+    return circuit(model, prompt, corrupted, (answer, rival), method=method, steps=steps, confirm=confirm, size=size).edges

@@ -292,10 +292,8 @@ def what_is_copied(
 
 def _target(model: KVModel, read: HeadByWriter, answer: Answer, rival: Rival) -> LogitTarget:
     """The first token of the answer, less that of the rival, of logits [row, 1, d_vocab]."""
-    token, other = (
-        None if given is None else predicted_tokens(model, what, given)[:1]
-        for what, given in (("answer", answer), ("rival", rival))
-    )
+    token = predicted_tokens(model, "answer", answer)[:1]
+    other = None if rival is None else predicted_tokens(model, "rival", rival)[:1]
     if other is not None and torch.equal(token, other):
         raise KVLensError("rival: it begins with the answer's first token, which is all that this position predicts")
     return LogitTarget(read.tokens, torch.zeros_like(token), token, other)

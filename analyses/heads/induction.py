@@ -9,7 +9,7 @@ Source: Olsson et al. 2022; Elhage et al. 2021; KVSA sec. 3, table 4.
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple
 
 import pandas as pd
@@ -163,7 +163,7 @@ def _in_front_of(layer: Block, direction: Tensor, scale: Tensor) -> Tensor:
     return (direction - direction.mean(dim=-1, keepdim=True) if norm.centers else direction) / scale
 
 
-DEFAULT_LENGTH = 50
+DEFAULT_LENGTH, N_TEXTS = 50, 10
 RepeatedPrompt = str | Int[Tensor, "*batch piece"]
 COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -189,15 +189,41 @@ COLUMNS = Columns(
 )
 
 
-@COLUMNS.document
+def check_model(model: KVModel) -> None:
+    """Raise KVLensError for a model in which induction is not defined."""
+    if model.cfg.attention_dir != "causal":
+        raise KVLensError("induction_heads: expected causal attention; a bidirectional model sees the next token")
+    if model.cfg.d_vocab_out != model.cfg.d_vocab:
+        raise KVLensError(
+            f"induction_heads: expected a model that predicts its own tokens; it reads {model.cfg.d_vocab} and predicts "
+            f"{model.cfg.d_vocab_out}"
+        )
+
+
+REPEATED = tokens_field("prompt", prepend_bos=False)
+"""The prompt's tokens, without BOS, which is added once before both copies."""
+N_SEQUENCES = Option(
+    "repeat so many sequences of random tokens, as long as the prompt (default: repeat the prompt itself)", value_type=int
+)
+SEED = Option("of random tokens")
+ABLATIONS = Option("also measure the effect of resampling each head's output, and what it reads at each kind of position")
+
+
+@analysis(
+    COLUMNS,
+    "induction heads: attention of every head to four kinds of position on the repeated prompt",
+    inputs={"prompt": REPEATED},
+    options={"n_sequences": N_SEQUENCES, "seed": SEED, "ablations": ABLATIONS},
+    check_model=check_model,
+)
 @on_its_front_ends
 @checked
 @torch.no_grad()
 def induction_heads(
     model: KVModel,
-    *,
     prompt: RepeatedPrompt | None = None,
-    n_sequences: Annotated[int, Within(1, LONGEST_TEXT)] = 10,
+    *,
+    n_sequences: Annotated[int, Within(1, LONGEST_TEXT)] | None = None,
     n_repeated: Annotated[int, Within(2, LONGEST_TEXT)] | None = None,
     seed: Seed = 0,
     prepend_bos: bool | None = None,
@@ -207,9 +233,10 @@ def induction_heads(
 
     Args:
         model: causal, with the same vocabulary for input and output; an attached bias stays attached.
-        prompt: the repeated text, without BOS: a string, or tokens [pos] or [batch, pos]. None takes random tokens.
-        n_sequences: number of random sequences.
-        n_repeated: length of one copy; None takes 50, or as much as ``n_ctx`` allows.
+        prompt: the text that is repeated, without BOS: a string, or tokens [pos] or [batch, pos]. None takes random tokens.
+        n_sequences: repeat so many sequences of random tokens; with a prompt in its place, each as long as it. None takes 10
+            where there is no prompt.
+        n_repeated: length of one copy of random tokens; None takes the prompt's, or else 50, or as much as ``n_ctx`` allows.
         seed: seed of the random tokens, and of those that ablations resample from.
         prepend_bos: None prepends BOS if that is the model's default.
         ablations: also replace each head's output by that on other random tokens (n_layers x n_heads x n_sequences runs), and,
@@ -274,7 +301,7 @@ def look_at_heads(
     model: KVModel,
     prompt: RepeatedPrompt | None,
     *,
-    n_sequences: int,
+    n_sequences: int | None,
     n_repeated: int | None,
     seed: int,
     prepend_bos: bool | None,
@@ -283,9 +310,10 @@ def look_at_heads(
     """Make the measurements behind both tables; arguments and errors as :func:`induction_heads`."""
     check_model(model)
     generator = torch.Generator().manual_seed(seed)
-    if prompt is None:
-        n_repeated = n_repeated or longest_repeat(model, prepend_bos, DEFAULT_LENGTH)
-    piece = draw_piece(model, n_sequences, n_repeated or 0, generator) if prompt is None else _pieces(model, prompt)
+    piece = None if prompt is None else _pieces(model, prompt)
+    if piece is None or n_sequences is not None:
+        usual = longest_repeat(model, prepend_bos, DEFAULT_LENGTH) if piece is None else piece.shape[1]
+        piece = draw_piece(model, n_sequences or N_TEXTS, n_repeated or usual, generator)
     repeated = repeat_tokens(model, piece, prepend_bos)
     others = draw_piece(model, piece.shape[0], piece.shape[1], generator)
     scores, attribution, taps = measured_heads(model, repeated)
@@ -303,50 +331,10 @@ def look_at_heads(
     return HeadsFound(*measured, ablated, costs, errors)
 
 
-def check_model(model: KVModel) -> None:
-    """Raise KVLensError for a model in which induction is not defined."""
-    if model.cfg.attention_dir != "causal":
-        raise KVLensError("induction_heads: expected causal attention; a bidirectional model sees the next token")
-    if model.cfg.d_vocab_out != model.cfg.d_vocab:
-        raise KVLensError(
-            f"induction_heads: expected a model that predicts its own tokens; it reads {model.cfg.d_vocab} and predicts "
-            f"{model.cfg.d_vocab_out}"
-        )
-
-
 def _pieces(model: KVModel, prompt: Any) -> Tensor:
     if isinstance(prompt, str) or (isinstance(prompt, Tensor) and prompt.dim() == 1):
         return one_sequence(model, "induction_heads: prompt", prompt)[None]
     return prompt
-
-
-def of_prompt_repeated(
-    function: Callable[..., pd.DataFrame], model: KVModel, prompt: Tensor, n_random: int, **options: Any
-) -> pd.DataFrame:
-    """A table for a prompt, or for ``n_random`` sequences of random tokens of the same length."""
-    if n_random:
-        return function(model, n_sequences=n_random, n_repeated=len(prompt), **options)
-    return function(model, prompt=prompt[None], **options)
-
-
-REPEATED = tokens_field("prompt", prepend_bos=False)
-"""The prompt's tokens, without BOS, which is added once before both copies."""
-N_RANDOM = Option("use this many sequences of random tokens, as long as the prompt; 0 repeats the prompt itself")
-SEED = Option("of random tokens")
-ABLATIONS = Option("also measure the effect of resampling each head's output, and what it reads at each kind of position")
-
-
-@analysis(
-    COLUMNS,
-    "induction heads: attention of every head to four kinds of position on the repeated prompt",
-    of=induction_heads,
-    inputs={"prompt": REPEATED},
-    options={"n_random": N_RANDOM, "seed": SEED, "ablations": ABLATIONS},
-    check_model=check_model,
-)
-def _of_prompt(model: KVModel, prompt: Tensor, *, n_random: int = 0, seed: int = 0, ablations: bool = False) -> pd.DataFrame:
-    """:func:`induction_heads` on a prompt, or on random tokens."""
-    return of_prompt_repeated(induction_heads, model, prompt, n_random, seed=seed, ablations=ablations)
 
 
 COPIES = Columns(

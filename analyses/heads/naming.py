@@ -36,14 +36,13 @@ from ..segments import heads_of_model
 from .head_pairs import composition_scores
 from .induction import (
     ABLATIONS,
-    N_RANDOM,
+    N_SEQUENCES,
     REPEATED,
     SEED,
     HeadsFound,
     RepeatedPrompt,
     check_model,
     look_at_heads,
-    of_prompt_repeated,
 )
 from .repeated_text import LONGEST_TEXT, displacement, roles
 from .verdicts import EARLY, RATIO, SPREAD, THRESHOLD, HeadVerdict, name_heads, spreads
@@ -99,14 +98,28 @@ COLUMNS = Columns(
 )
 
 
-@COLUMNS.document
+@analysis(
+    COLUMNS,
+    "the name of every head by its behavior on the repeated prompt: prefix matching, previous token and so on",
+    inputs={"prompt": REPEATED},
+    options={
+        "n_sequences": N_SEQUENCES,
+        "seed": SEED,
+        "threshold": Option(
+            "share of what a head reads on its strongest stretch that makes it a previous or current token head"
+        ),
+        "ratio": Option("the share required of any kind, as a multiple of uniform attention"),
+        "ablations": ABLATIONS,
+    },
+    check_model=check_model,
+)
 @checked
 @torch.no_grad()
 def induction_verdicts(
     model: KVModel,
-    *,
     prompt: RepeatedPrompt | None = None,
-    n_sequences: Annotated[int, Within(1, LONGEST_TEXT)] = 10,
+    *,
+    n_sequences: Annotated[int, Within(1, LONGEST_TEXT)] | None = None,
     n_repeated: Annotated[int, Within(2, LONGEST_TEXT)] | None = None,
     seed: Seed = 0,
     prepend_bos: bool | None = None,
@@ -193,34 +206,3 @@ def _strongest_k_composition(scores: Tensor, heads: tuple[Tensor, Tensor]) -> di
         "k_composition_head": [*first, *(found % n_heads).tolist()],
         "k_composition_score": strongest[heads],
     }
-
-
-@analysis(
-    COLUMNS,
-    "the name of every head by its behavior on the repeated prompt: prefix matching, previous token and so on",
-    of=induction_verdicts,
-    inputs={"prompt": REPEATED},
-    options={
-        "n_random": N_RANDOM,
-        "seed": SEED,
-        "threshold": Option(
-            "share of what a head reads on its strongest stretch that makes it a previous or current token head"
-        ),
-        "ratio": Option("the share required of any kind, as a multiple of uniform attention"),
-        "ablations": ABLATIONS,
-    },
-    check_model=check_model,
-)
-def _of_prompt(
-    model: KVModel,
-    prompt: Tensor,
-    *,
-    n_random: int = 0,
-    seed: int = 0,
-    threshold: float = THRESHOLD,
-    ratio: float = RATIO,
-    ablations: bool = False,
-) -> pd.DataFrame:
-    """:func:`induction_verdicts` on a prompt, or on random tokens."""
-    options: dict[str, Any] = dict(seed=seed, threshold=threshold, ratio=ratio, ablations=ablations)
-    return of_prompt_repeated(induction_verdicts, model, prompt, n_random, **options)

@@ -66,7 +66,7 @@ def add_train(commands: Any) -> None:
     ):
         add_settings(train, flag, f"{what}, e.g. {example}")
     train.add_argument("--steps", type=int, help="largest number of updates (default: the recipe's)")
-    train.add_argument("--minutes", type=float, metavar="M", help="time budget in minutes (default: none)")
+    train.add_argument("--max-minutes", type=float, metavar="M", help="time budget in minutes (default: none)")
     train.add_argument("--seed", type=int, help="random seed for weights and batches (default: the recipe's)")
     train.add_argument("--device", help="where to train, e.g. cpu or cuda (default: cuda if available)")
     train.add_argument("--restart", action="store_true", help="start from scratch even if DIR contains a run")
@@ -75,7 +75,7 @@ def add_train(commands: Any) -> None:
 
 def _train(args: argparse.Namespace) -> int:
     task, model, training = (settings_of(f"--{name}", getattr(args, name)) for name in ("task", "model", "set"))
-    given = {"steps": args.steps, "max_minutes": args.minutes, "seed": args.seed}
+    given = {"steps": args.steps, "max_minutes": args.max_minutes, "seed": args.seed}
     training |= {name: value for name, value in given.items() if value is not None}
     if args.seed is not None:
         model.setdefault("seed", args.seed)

@@ -17,6 +17,7 @@ from kvlens.analyses.bias.exchange import HeadExchange
 from kvlens.analyses.declaration import Columns, Record
 from kvlens.analyses.heads import ablation
 from kvlens.analyses.predictions import EFFECT, KL, LOGIT_CHANGE, LOSS_CHANGE, OUTPUT_SHARE
+from kvlens.analyses.registry import OTHERS
 from kvlens.analyses.segments import progress, telling
 from kvlens.analyses.sequences import one_sequence, prompt_sequence
 from pictures import data_of
@@ -70,7 +71,7 @@ def positions(at):
 
     def call(model, prompt, text, other, **target):
         n = len(one_sequence(model, "text", text))
-        places = {"together": None, "last": [n - 1], "each": range(n)}[at]
+        places = {"together": at, "last": [n - 1], "each": range(n)}[at]
         return analyses.bias_positions(model, prompt, text, by="source", at=places, **target)
 
     return call
@@ -280,6 +281,21 @@ def test_every_analysis_takes_prompt_and_text_by_these_names():
         assert not any(parameter.endswith("_tokens") for parameter in parameters), name
         if analysis.needs_text:
             assert parameters[:2] == ["model", "prompt"] and "text" in parameters[2:4], name
+
+
+@pytest.mark.parametrize("name", [*ANALYSES, *OTHERS])
+def test_the_prompt_is_the_second_argument(name):
+    """It need not be named."""
+    parameters = inspect.signature(getattr(analyses, name)).parameters
+    given = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert given[:2] == ["model", "prompt"] if "prompt" in parameters else given[:1] == ["model"]
+
+
+@pytest.mark.parametrize("name", ANALYSES)
+def test_an_option_is_called_on_the_command_line_as_in_python(name):
+    """And has one default."""
+    parameters, defaults = inspect.signature(getattr(analyses, name)).parameters, load_analysis(name).defaults
+    assert defaults == {option: parameters[option].default for option in defaults if option in parameters}
 
 
 EFFECTS = dict.fromkeys(("effect", "swap", "converse", "whole"), EFFECT)

@@ -75,7 +75,7 @@ def test_the_shares_sum_to_the_state(model):
 
 def test_erasure_is_what_becomes_of_the_earlier_state(model):
     earlier, prompt = some_tokens(7, seed=3), some_tokens(N_PROMPT)
-    table = state_erasure(model, earlier, prompt)
+    table = state_erasure(model, prompt, earlier)
     old = convert_prompt(model, earlier)
     whole = convert_prompt(model, prompt, initial=old).stacked("state")
     with model.kv_bias(old):

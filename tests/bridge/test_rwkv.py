@@ -198,5 +198,5 @@ def test_memory_and_erasure_are_those_of_the_decays(model):
         assert relative_error(survival, expected.T) < LAW
         written = torch.einsum("phk,phv->hkv", read.carried_keys, read.values)
         assert relative_error(written, states.layers[number].state.b_kv[0]) < LAW
-    erasure = state_erasure(model, earlier, tokens)
+    erasure = state_erasure(model, tokens, earlier)
     assert abs(erasure["left"] - erasure["left_by_decay"]).max() < LAW and bool((erasure["left"] < 1).all())

@@ -233,8 +233,8 @@ IN_SEGMENTS = {
 }
 ROOM = segments.KEPT_BYTES
 CASES = [  # view, places, length of a segment, whether the prompt continues a bias, rooms for the prompt's keys and values
-    ("attended", None, 3, True, (0, ROOM)),
-    ("source", None, 1, True, (0, ROOM)),  # shorter than the window of a shift
+    ("attended", "together", 3, True, (0, ROOM)),
+    ("source", "together", 1, True, (0, ROOM)),  # shorter than the window of a shift
     ("source", [0, 4], 4, False, (0,)),
     ("attended", [3], 5, False, (ROOM,)),
 ]

@@ -308,7 +308,7 @@ def test_the_batch_form_repeats_the_prompt(function, more):
     pd.testing.assert_frame_equal(function.analysis.run(model, record), function(model, prompt=tokens))
     random = dict(seed=3, **more)
     pd.testing.assert_frame_equal(
-        function.analysis.run(model, record, n_random=2, **random),
+        function.analysis.run(model, record, n_sequences=2, **random),
         function(model, n_sequences=2, n_repeated=tokens.shape[1], **random),
     )
 
