@@ -5,8 +5,9 @@
    by itself, and nothing is said about single ones.
 2. Every other unit is removed, its gap kept. Units that lose a claim are removed again with what follows moved up: those that
    lose it both ways are causes.
-3. Where no unit alone is one, the strongest are removed together, then pairs of them; of groups first. So a fact that stands in
-   two documents, neither of which changes anything, is found: the documents are lost together, and their units are then tried.
+3. Where no unit alone is one, the strongest are removed together, then pairs of those that lose the claim together; of groups
+   first. So a fact that stands in two documents, neither of which changes anything, is found: the documents are lost together,
+   and their units are then tried.
 """
 
 import itertools
@@ -24,8 +25,8 @@ NOTHING = 0.3
 """Nats: a group without which no claim falls by more changes nothing, if there is no firm difference either. (SmolLM2, nine
 questions about two or three documents: none of the 12 sentences in such documents had a firm difference alone, and the largest
 fall was 0.33 nats; with a bound of 1 none of 29.)"""
-MOST_TOGETHER, MOST_PAIRED = 5, 5
-"""Sets of the strongest units up to so many, and pairs of so many."""
+MOST_TOGETHER, AT_ONCE = 5, 2
+"""Sets of the strongest units up to so many; so many sets are tried before the next ones."""
 
 
 class UnitGroup(NamedTuple):
@@ -150,7 +151,8 @@ class UnitSearch:
         several = len(self.everything) > 1 and self.explaining.lost(number, self.explaining.nothing)
         n_tokens = 2 * len(self.each or self.first) * len(self.explaining.prompt)
         if not breaking and several and self.explaining.room("sets of units", n_tokens):
-            breaking = self._together(number)
+            with self.runs.step("sets"):
+                breaking = self._together(number)
         for members in breaking[:1]:
             self._only(number, members)
         return breaking[0] if breaking else ()
@@ -175,9 +177,10 @@ class UnitSearch:
         order = [units[i] for i in self._by_strength(number, [frozenset({unit}) for unit in units])]
         most = min(MOST_TOGETHER, len(self.everything) - 1, len(order))
         found = self._first_lost(number, [tuple(sorted(order[:size])) for size in range(2, most + 1)])
-        if found is None or len(found) > 2:
-            pairs = [tuple(sorted(pair)) for pair in itertools.combinations(order[:MOST_PAIRED], 2)]
-            found = self._first_lost(number, pairs) or found
+        if found is not None and len(found) > 2:
+            strongest = [unit for unit in order if unit in found]
+            pairs = [tuple(sorted(pair)) for pair in itertools.combinations(strongest, 2)]
+            found = self._first_lost(number, pairs[1:]) or found  # the strongest two were tried
         return [] if found is None else [found]
 
     def _groups_together(self, number: int) -> list[int]:
@@ -192,7 +195,7 @@ class UnitSearch:
         for size in range(2, min(MOST_TOGETHER, n - 1) + 1):
             chosen = order[:size]
             members = frozenset().union(*(self.first[i] for i in chosen))
-            (now,) = self.runs.without([members])
+            (now,) = self.runs.without([members], wants_text=self._may_lose)
             self.add(number, now, "together", sorted(members))
             if self.explaining.lost(number, now):
                 return chosen
@@ -200,18 +203,26 @@ class UnitSearch:
 
     def _by_strength(self, number: int, sets: Sequence[frozenset[int]]) -> list[int]:
         """Numbers of sets, first those that cost most when they go and least when they alone stay."""
-        gone, only = self.runs.without(sets), self.runs.without([self.everything - each for each in sets])
+        gone = self.runs.without(sets)
+        only = self.runs.without([self.everything - each for each in sets], wants_text=lambda now: False)
         strength = [self.fall(number, a) - self.fall(number, b) for a, b in zip(gone, only, strict=True)]
         return sorted(range(len(sets)), key=lambda i: -strength[i])
 
     def _first_lost(self, number: int, sets: Sequence[IndexSet]) -> IndexSet | None:
-        outcomes = self.runs.without(sets)
-        for members, now in zip(sets, outcomes, strict=True):
-            self.add(number, now, "together", members)
-        for members, now in zip(sets, outcomes, strict=True):
-            if self.explaining.lost(number, now) and self._closed(number, members, now):
-                return members
+        """The first set without which the claim is lost; a few are removed at a time."""
+        for start in range(0, len(sets), AT_ONCE):
+            some = sets[start : start + AT_ONCE]
+            outcomes = self.runs.without(some, wants_text=self._may_lose)
+            for members, now in zip(some, outcomes, strict=True):
+                self.add(number, now, "together", members)
+            for members, now in zip(some, outcomes, strict=True):
+                if self.explaining.lost(number, now) and self._closed(number, members, now):
+                    return members
         return None
+
+    def _may_lose(self, now: Outcome) -> bool:
+        """Whether any claim may be lost, so that the text that is said instead decides."""
+        return any(may_be_lost(claim, self.explaining.fall(claim, now), now.firm) for claim in self.explaining.claims)
 
     def _only(self, number: int, members: IndexSet) -> None:
         """Add the statement on the run in which only this set of units is left."""

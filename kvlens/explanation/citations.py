@@ -49,7 +49,6 @@ SENTENCE_COLUMNS = Columns(
     sources=("str", "the numbers that it cites, such as ``1,3``"),
     **{name: ("int64", f"how many of its content words have this account: {name}") for name in ACCOUNTS},
 )
-NUMBERED = frozenset({SOURCE, TOGETHER, SAID_BEFORE})
 MARK_OF = {SAID_ANYWAY: "memory", UNFOUND: "?"}
 """What stands in brackets behind words without a source; nothing behind those of the question."""
 ENDS_OF_RUNS = frozenset(".!?\n\u3002\uff01\uff1f")

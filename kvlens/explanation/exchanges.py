@@ -42,7 +42,7 @@ MOST_PAIRED, MOST_LAYERS = 5, 8
 AT_ONCE = 3
 Place = tuple[str, int] | None
 """What a position belongs to: a message or document, the question, or what follows it; None for marks in front."""
-QUESTION, BEHIND = ("question", -1), ("behind", -1)
+QUESTION_PLACE, BEHIND = ("question", -1), ("behind", -1)
 POSITION_GROUPS = {
     "cause": "the cause's own words",
     "document": "the rest of its document or message",
@@ -57,12 +57,12 @@ def places_of(layout: Layout, n_tokens: int) -> list[Place]:
     """What each position of a prompt belongs to. Behind a raw prompt, all that follows is the question."""
     pieces = pieces_of_tokens(layout)
     found: list[Place] = [
-        None if piece is None else QUESTION if piece in layout.asked else (piece.name, piece.start) for piece in pieces
+        None if piece is None else QUESTION_PLACE if piece in layout.asked else (piece.name, piece.start) for piece in pieces
     ]
-    last = max((i for i, place in enumerate(found) if place == QUESTION), default=None)
+    last = max((i for i, place in enumerate(found) if place == QUESTION_PLACE), default=None)
     if last is not None:
         found[last + 1 :] = [BEHIND] * (len(found) - last - 1)
-    return found + [BEHIND if layout.asked else QUESTION] * (n_tokens - len(found))
+    return found + [BEHIND if layout.asked else QUESTION_PLACE] * (n_tokens - len(found))
 
 
 def position_groups(own: Bool[Tensor, " pos"], places: Sequence[Place]) -> dict[str, list[int]]:
@@ -80,8 +80,8 @@ def position_groups(own: Bool[Tensor, " pos"], places: Sequence[Place]) -> dict[
         place = places[i]
         if bool(own[i]):
             name = "cause"
-        elif place in (QUESTION, BEHIND):
-            name = "question" if place == QUESTION else "end"
+        elif place in (QUESTION_PLACE, BEHIND):
+            name = "question" if place == QUESTION_PLACE else "end"
         else:
             name = "document" if place in documents or (place is None and i < inside[-1]) else "between"
         found[name].append(i)
@@ -103,7 +103,8 @@ def exchange_layers(explaining: Any, number: int, cause: tuple[int, ...]) -> int
     breaking = search.breaking()
     search.keeping()
     if explaining.depth == "heads":
-        _exchange_heads(explaining, number, cause, donor, sorted({layer for each in breaking for layer in each}))
+        with explaining.runs.step("heads"):
+            _exchange_heads(explaining, number, cause, donor, sorted({layer for each in breaking for layer in each}))
     return n_layers
 
 

@@ -22,6 +22,11 @@ CLAIM_COLUMNS = Columns(
     stop=("int64", "behind its last token"),
     nats=("float64", "by which it falls when all units are gone"),
     p=("float64", "its probability with the whole prompt, what stands before it given"),
+    asked=(
+        "float64",
+        "by how many nats it is more probable as the whole response with the question than without: what is largest heads the "
+        "page; NaN where nothing had to be chosen",
+    ),
     cause=("str", "units by number, such as ``3`` or ``2+5``: the first set that loses it; empty where none was found"),
 )
 UNIT_COLUMNS = Columns(
@@ -80,8 +85,13 @@ POSITION_COLUMNS = Columns(
     position=("int64", "in the prompt"),
     token=("str", "there"),
 )
+COST_COLUMNS = Columns(
+    step=("str", "``answer``, ``units``, ``sets``, ``layers``, ``heads`` or ``positions``"),
+    passes=("int64", "through the model; some have several rows"),
+    tokens=("int64", "that these read, rows that had ended left out"),
+)
 
-TABLES = ("claims", "units", "effects", "words", "statements", "positions", "citations")
+TABLES = ("claims", "units", "effects", "words", "statements", "positions", "citations", "cost")
 
 
 @dataclass(frozen=True)
@@ -110,7 +120,7 @@ class Explained:
         positions: `POSITION_COLUMNS`, of each group that was exchanged; empty unless asked for.
         without: what the model says without any unit; None where that has no firm difference.
         n_layers: how many layers were tried one by one; 0 where none were.
-        n_tokens: how many tokens the model read.
+        cost: what each step took, `COST_COLUMNS`.
         left_out: what the budget left no room for.
     """
 
@@ -134,7 +144,7 @@ class Explained:
     positions: pd.DataFrame
     without: str | None
     n_layers: int
-    n_tokens: int
+    cost: pd.DataFrame
     left_out: tuple[str, ...] = ()
 
     @property
@@ -161,6 +171,11 @@ class Explained:
         """The heading claim's statements of some roles."""
         table = self.statements
         return table[(table["claim"] == self.about) & (table["about"] == about) & table["role"].isin(roles)]
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens the model read."""
+        return int(self.cost["tokens"].sum())
 
     def tables(self) -> dict[str, pd.DataFrame]:
         """The tables by name."""
@@ -227,7 +242,7 @@ def found_by(
         positions=POSITION_COLUMNS.frame({name: positions.get(name, []) for name in POSITION_COLUMNS}),
         without=explaining.nothing.text,
         n_layers=n_layers,
-        n_tokens=explaining.runs.n_tokens,
+        cost=_table_of_cost(explaining),
         left_out=tuple(explaining.left_out),
     )
 
@@ -241,6 +256,7 @@ def _table_of_claims(explaining: Any, causes: list[tuple[int, ...]]) -> pd.DataF
             "stop": [claim.stop for claim in explaining.claims],
             "nats": [claim.nats for claim in explaining.claims],
             "p": [float(explaining.log_p[claim.start : claim.stop].sum().exp()) for claim in explaining.claims],
+            "asked": [explaining.asked.get(claim[1:3], math.nan) for claim in explaining.claims],
             "cause": [SEPARATOR.join(map(str, cause)) for cause in causes],
         }
     )
@@ -306,3 +322,9 @@ def _table_of_words(explaining: Any, citations: pd.DataFrame) -> pd.DataFrame:
             "account": accounts,
         }
     )
+
+
+def _table_of_cost(explaining: Any) -> pd.DataFrame:
+    spent = explaining.runs.spent
+    numbers = {name: [getattr(each, name) for each in spent.values()] for name in ("passes", "tokens")}
+    return COST_COLUMNS.frame({"step": list(spent), **numbers})

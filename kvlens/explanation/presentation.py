@@ -273,8 +273,12 @@ def _of_claims(found: Any) -> Iterator[PrintedSentence]:
         return
     others = [claim for claim in found.claims.itertuples() if claim.claim != found.about]
     first = found.claims.iloc[found.about]
-    most = f"{first.text!r} falls{' most,' if others else ''} by {first.nats:.1f} nats of log-probability"
-    yield PrintedSentence(_ended(f"{gone}, {most}, and {without}"), (row,))
+    if nothing.verdict not in GONE:
+        yield PrintedSentence(_ended(f"{gone}, {outcome(found.named, nothing)}"), (row,))
+    else:
+        most = " most," if others and first.nats == found.claims["nats"].max() else ""
+        falls = f"{first.text!r} falls{most} by {first.nats:.1f} nats of log-probability"
+        yield PrintedSentence(_ended(f"{gone}, {falls}, and {without}"), (row,))
     if others:
         named = listed(f"{claim.text!r} ({claim.nats:.1f})" for claim in others)
         rows = found.statements[found.statements["role"] == "none"].index

@@ -9,7 +9,7 @@ the cause leaves. Exchanging a set and keeping its complement are the same run.
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -134,6 +134,13 @@ class Outcome:
     words: tuple[Word, ...] | None = None
 
 
+class Spent(NamedTuple):
+    """Passes, and the tokens that they read; a pass may read several rows."""
+
+    passes: int
+    tokens: int
+
+
 @dataclass
 class ExplanationProgress:
     """How far an explanation is, by the tokens that were read and `PASS` more for each pass.
@@ -176,27 +183,32 @@ class Runs:
         prompt: [pos], without its last token.
         last: the last token, [1].
         own: True at the positions of each unit, [unit, pos].
+        asked: True at those of the question, [pos].
         one_sentence: whether a response ends with a sentence, and what is said instead ends there, too.
         on_tokens: called with the number of tokens that a pass read.
         on_without: called with units and what came of the response's tokens without them, their gap kept, before the text that
             is said then is generated.
-        n_tokens: how many were read so far.
+        spent: how many passes were made and how many tokens they read, by step.
     """
 
     model: KVModel
     prompt: Int[Tensor, " pos"]
     last: Int[Tensor, " 1"]
     own: Bool[Tensor, "unit pos"]
+    asked: Bool[Tensor, " pos"]
     one_sentence: bool = False
     on_tokens: Callable[[int], None] = lambda n: None
     on_without: Callable[[frozenset[int], Outcome], None] = lambda units, now: None
-    n_tokens: int = 0
+    spent: dict[str, Spent] = field(default_factory=dict)
+    _step: str = "answer"
     _found: dict[Key, Outcome] = field(default_factory=dict)
     _waiting: list[tuple[list[Key], KVBias]] = field(default_factory=list)
     _texts_wait: bool = False
 
     def __post_init__(self) -> None:
-        self.bias = convert_prompt(self.model, self.prompt)
+        self._n_before = int(self.asked.long().argmax()) if bool(self.asked.any()) else 0
+        self._before = convert_prompt(self.model, self.prompt[: self._n_before]) if self._n_before else None
+        self.bias = convert_prompt(self.model, self.prompt[self._n_before :], initial=self._before)
         self._stops, self._ends_sentence = is_end(self.model), is_end(self.model, ENDS)
         self._ends = self._ends_sentence if self.one_sentence else self._stops
         n_before, limited = len(self.prompt) + len(self.last), self.model.cfg.has_position_limit
@@ -228,16 +240,39 @@ class Runs:
         self.log_p = self._log_p(self.bias.repeat(1))[0]
         return self.log_p.gather(-1, response.tokens.cpu()[:, None])[:, 0]
 
-    def without(self, sets: Iterable[Iterable[int]], gap: Positions = "kept") -> list[Outcome]:
-        """What the model says without each set of units, with what it says in their place."""
-        return self.without_these([(units, gap) for units in sets])
+    def without_question(self) -> KVBias:
+        """The bias of the prompt without its question, the gap kept."""
+        rows = counterfactuals(self.model, self.prompt, self.asked[None]).after(self._n_before)
+        self.count(int(rows.kept.sum()))
+        return convert_prompt(self.model, rows, initial=self._before).select_prompt(0)
 
-    def without_these(self, sets: Iterable[tuple[Iterable[int], Positions]]) -> list[Outcome]:
+    def replies(self, bias: KVBias, texts: Sequence[Int[Tensor, " _"]]) -> list[float]:
+        """The log-probability of each text right behind the prompt."""
+        n = max(map(len, texts))
+        rows = torch.stack([torch.cat([self.last, text[:-1], text.new_zeros(n - len(text))]) for text in texts])
+        self.count(sum(map(len, texts)))
+        with self.model.kv_bias(bias.repeat(len(texts))):
+            log_p = self.model.logits_on(rows, n).double().log_softmax(dim=-1)
+        return [float(row[range(len(text)), text].sum()) for row, text in zip(log_p, texts, strict=True)]
+
+    def without(
+        self,
+        sets: Iterable[Iterable[int]],
+        gap: Positions = "kept",
+        wants_text: Callable[[Outcome], bool] = lambda now: True,
+    ) -> list[Outcome]:
+        """What the model says without each set of units, with what it says in their place where that is worth generating."""
+        return self.without_these([(units, gap) for units in sets], wants_text)
+
+    def without_these(
+        self, sets: Iterable[tuple[Iterable[int], Positions]], wants_text: Callable[[Outcome], bool] = lambda now: True
+    ) -> list[Outcome]:
         """Do the same for sets whose gaps are kept or closed; the texts of all are generated together."""
         keys = [(gap, frozenset(units)) for units, gap in sets]
-        new = [key for key in dict.fromkeys(keys) if key not in self._found]
-        self._under(self._without(new))
-        return [self._found[key] for key in keys]
+        found = self._found
+        new = [key for key in dict.fromkeys(keys) if key not in found or self._lacks_text(found[key], wants_text)]
+        self._under(self._without(new), wants_text)
+        return [found[key] for key in keys]
 
     @contextlib.contextmanager
     def texts_together(self) -> Iterator[None]:
@@ -291,8 +326,24 @@ class Runs:
         return max(1, NUMBERS_PER_PASS // max(1, self.bias.num_parameters))
 
     def count(self, n_tokens: int) -> None:
-        self.n_tokens += n_tokens
+        """Count a pass that read so many tokens."""
+        passes, tokens = self.spent.get(self._step, Spent(0, 0))
+        self.spent[self._step] = Spent(passes + 1, tokens + n_tokens)
         self.on_tokens(n_tokens)
+
+    @property
+    def n_tokens(self) -> int:
+        """How many tokens were read so far."""
+        return sum(each.tokens for each in self.spent.values())
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Count what is read inside as a step of this name."""
+        before, self._step = self._step, name
+        try:
+            yield
+        finally:
+            self._step = before
 
     def _log_p(self, biases: KVBias) -> Float[Tensor, "row pos d_vocab"]:
         assert biases.batch_size is not None

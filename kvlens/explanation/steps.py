@@ -21,8 +21,9 @@ from kvlens.errors import nearest
 from kvlens.explanation.by_unit import UnitGroup, UnitSearch, groups_of
 from kvlens.explanation.citations import DocumentSpan, documents_of
 from kvlens.explanation.claims import DEPENDS, GONE, SAID, Claim, Verdict, claim_of, claims_of, content_words, verdict
-from kvlens.explanation.exchanges import MOST_LAYERS, Place, exchange_layers, exchange_positions, places_of
+from kvlens.explanation.exchanges import MOST_LAYERS, QUESTION_PLACE, Place, exchange_layers, exchange_positions, places_of
 from kvlens.explanation.explained import STATEMENT_COLUMNS, Explained, found_by
+from kvlens.explanation.heading import asked_for, candidates_of
 from kvlens.explanation.presentation import SEPARATOR, answered, listed, quoted
 from kvlens.explanation.runs import MORE_TOKENS, PASS, ExplanationProgress, Outcome, Runs
 from kvlens.texts import Response
@@ -216,13 +217,21 @@ class _Explaining:
     is_continuation: bool = False
     rows: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    asked: dict[tuple[int, int], float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.prompt, self.units = self.read.tokens, self.read.units
         self.own = positions_of(self.units, len(self.prompt))
         self.work = ExplanationProgress(self.tell)
         self.runs = Runs(
-            self.model, self.prompt[:-1], self.prompt[-1:], self.own[:, :-1], self.is_continuation, self.work.count, self._heard
+            self.model,
+            self.prompt[:-1],
+            self.prompt[-1:],
+            self.own[:, :-1],
+            torch.tensor([place == QUESTION_PLACE for place in self.read.places[:-1]], device=self.prompt.device),
+            self.is_continuation,
+            self.work.count,
+            self._heard,
         )
 
     def explained(self, about: str | None, answer: Tensor | None) -> Explained:
@@ -248,18 +257,21 @@ class _Explaining:
             )
         longest = len(tokens) + MORE_TOKENS
         self.work.begin("removing units", search.cost(), later=0 if self.depth == "units" else (n_layers + 15) * longest)
-        self.nothing = search.begin()
-        for number in range(len(self.claims)):
-            self.add(number, self.nothing, "units", "none", range(len(self.units)))
-        heading = self._heading(about)
-        causes = search.causes()
+        with self.runs.step("units"):
+            self.nothing = search.begin()
+            for number in range(len(self.claims)):
+                self.add(number, self.nothing, "units", "none", range(len(self.units)))
+            heading = self._heading(about)
+            causes = search.causes()
         n_tried, positions = 0, pd.DataFrame()
         if causes[heading] and self.depth != "units" and self.room("layers", self._cost_of_layers()):
             self.work.begin("exchanging layers", (n_layers + 15) * longest + 3 * longest * PASS)
-            n_tried = exchange_layers(self, heading, causes[heading])
+            with self.runs.step("layers"):
+                n_tried = exchange_layers(self, heading, causes[heading])
         if causes[heading] and self.depth == "positions" and self.room("positions", 3 * n + 20 * longest):
             self.work.begin("exchanging positions", 3 * n + 20 * longest + 3 * longest * PASS)
-            positions = exchange_positions(self, heading, causes[heading], self.read.places)
+            with self.runs.step("positions"):
+                positions = exchange_positions(self, heading, causes[heading], self.read.places)
         self.tell("done", 1.0)
         return found_by(self, search.each, heading, causes, n_tried, positions)
 
@@ -310,12 +322,29 @@ class _Explaining:
 
     def _heading(self, about: str | None) -> int:
         if about is None:
-            return max(range(len(self.claims)), key=lambda i: self.claims[i].nats)
+            with self.runs.step("head"):
+                return self._answering()
         wanted = about.casefold()
         for number, claim in enumerate(self.claims):
             if wanted in claim.text.casefold():
                 return number
         return self._named(about)
+
+    def _answering(self) -> int:
+        """The number of the claim that answers the question, a new one where it depends on no unit."""
+        candidates = [] if self.is_whole or not bool(self.runs.asked.any()) else candidates_of(self)
+        if len(candidates) < 2:
+            return max(range(len(self.claims)), key=lambda i: self.claims[i].nats)
+        scores = asked_for(self, candidates)
+        self.asked = {each[1:3]: score for each, score in zip(candidates, scores, strict=True)}
+        best = max(range(len(candidates)), key=scores.__getitem__)
+        return best if best < len(self.claims) else self._with_claim(candidates[best])
+
+    def _with_claim(self, claim: Claim) -> int:
+        """The number of a claim that is added to the others."""
+        self.claims.append(claim)
+        self.add(len(self.claims) - 1, self.nothing, "units", "none", range(len(self.units)))
+        return len(self.claims) - 1
 
     def _named(self, about: str) -> int:
         """A claim that the user names, of words of the response."""
@@ -326,9 +355,7 @@ class _Explaining:
             if names[start:stop] == wanted:
                 words = self.response.words[start:stop]
                 nats = float(self.nothing.falls[words[0].start : words[-1].stop].sum())
-                self.claims.append(claim_of(self.response, start, stop, nats, self.question))
-                self.add(len(self.claims) - 1, self.nothing, "units", "none", range(len(self.units)))
-                return len(self.claims) - 1
+                return self._with_claim(claim_of(self.response, start, stop, nats, self.question))
         said = [word.text for word in self.response.words if word.is_word]
         raise KVLensError(f"about: the response has no {about!r}{nearest(about, said)}. It is: {self.response.text!r}")
 

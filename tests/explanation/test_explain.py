@@ -23,7 +23,7 @@ import kvlens
 from kvlens import KVLensError, convert_prompt, counterfactuals, logits_after
 from kvlens.analyses import reading_layers
 from kvlens.cli.printed import print_explanation
-from kvlens.explanation import explanation_view, paragraphs, runs
+from kvlens.explanation import explanation_view, paragraphs, runs, steps
 from kvlens.explanation.presentation import _says, outcome
 from kvlens.explanation.reading import reading_shares, reading_stability, wilson
 
@@ -70,6 +70,33 @@ def test_statements_on_units_are_passes_without_them(model, found):
         fall = (whole - log_p(model, found, tokens, kept))[claim.start : claim.stop].sum()
         assert float(fall) == pytest.approx(row.nats, abs=1e-3)
         assert row.p_after == pytest.approx(row.p_before * math.exp(-row.nats), rel=1e-6)
+
+
+def test_what_heads_is_what_the_question_asks_for():
+    """By a pass for each claim right behind the question, and behind all of it that can go; not by what falls most."""
+    model = kvlens.load("facts-gpt2")
+    found = kvlens.explain(model, STORY, QUESTION, answer=" donkey. Mira keeps a goat", depth="units")
+    prompt, text = model.to_tokens(STORY)[0], model.to_tokens(QUESTION, prepend_bos=False)[0]
+    tokens = torch.cat([prompt, text])
+    kept = torch.ones(len(tokens), dtype=torch.bool)
+    kept[len(prompt) : -1] = False
+    for row in found.claims.itertuples():
+        claim = SimpleNamespace(response_tokens=found.response_tokens[row.start : row.stop])
+        whole, without = (log_p(model, claim, tokens, mask).sum() for mask in (torch.ones_like(kept), kept))
+        assert row.asked == pytest.approx(float(whole - without), abs=1e-3)
+    assert found.claim == "donkey" == found.claims["text"][found.claims["asked"].idxmax()]
+    assert kvlens.explain(model, STORY, QUESTION, depth="units").claims["asked"].isna().all()  # there is only one
+    assert found.cost["step"].tolist() == ["answer", "units", "head", "sets"] and found.n_tokens == found.cost["tokens"].sum()
+
+
+def test_words_that_depend_on_no_part_may_head_and_are_said_to_be_said_anyway(monkeypatch):
+    model = kvlens.load("facts-gpt2")
+    monkeypatch.setattr(steps, "asked_for", lambda explaining, candidates: [float(c.text == "Mira") for c in candidates])
+    found = kvlens.explain(model, STORY, QUESTION, answer=" donkey. Mira keeps a goat", depth="units")
+    assert found.claim == "Mira" and found.claims["text"].tolist() == ["donkey", "goat", "Mira"] and found.cause == ()
+    assert found.rows("units", "none")["verdict"].tolist() == ["not reached"]
+    assert "it does not come to 'Mira', although that itself falls by only" in str(found)
+    assert found.words.loc[found.words["text"] == "Mira", "account"].tolist() == ["memory"]
 
 
 def test_texts_are_generated_in_three_batches(model, found, monkeypatch):
