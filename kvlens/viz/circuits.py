@@ -210,13 +210,13 @@ def _json(found: Circuit, drawing: _Drawing) -> dict[str, Any]:
     by_position = dict(zip(found.nodes["node"], found.by_position, strict=False))  # the logits write nothing
     tokens, corrupted_tokens = drawing.tokens
     return {
-        "nodes": [[x.node, x.layer, x.head, rounded(x.estimate, 4), x.column] for x in drawing.nodes.itertuples()],
+        "nodes": [[x.node, x.layer, x.head, rounded(x.estimate, 6), x.column] for x in drawing.nodes.itertuples()],
         "edges": [
             [
                 index[x.writer],
                 [index[node] for node in x.to],
                 x.input,
-                *(rounded(v, 4) for v in (x.estimate, x.metric_fall)),
+                *(rounded(v, 6) for v in (x.estimate, x.metric_fall)),
                 x.since,
             ]
             for x in drawing.edges.itertuples()

@@ -11,6 +11,7 @@ import html
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
-from pictures import demonstrations, details_of, losses, shares
+from pictures import a_circuit, data_of, demonstrations, details_of, losses, shares
 from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 from kvlens import HookedKVTransformer, explain
@@ -32,6 +33,7 @@ from kvlens.texts import joined
 from kvlens.viz import (
     Page,
     attention_view,
+    circuit_view,
     colored_tokens,
     contribution_bars,
     dual_view,
@@ -39,7 +41,7 @@ from kvlens.viz import (
     head_heatmap,
     linked_view,
 )
-from kvlens.viz._text import label, number, running
+from kvlens.viz._text import data_script, label, number, running
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 WITHOUT = "needs Chromium (Debian's package chromium), which is not installed here"
@@ -280,33 +282,54 @@ def test_one_selection_is_shared_by_all_figures_and_stands_in_the_address(page, 
     assert 'data-chosen="text ' in opened  # an anchor selects nothing
 
 
-def test_nothing_runs_over_the_margin_of_a_narrow_screen(tmp_path):
-    """In a frame, as the browser's own window has at least 500 pixels. Only what scrolls by itself may be wider than the page,
-    and a map of nine heads need not."""
-    model = tiny_text_model(d_model=18, d_head=2, n_heads=9)
-    page = explanation_page(model, explain(model, PROMPT, TEXT), SECTIONS).to_html()
-    look = """
+def narrow(page: str, folder: Path, script: str) -> list:
+    """In a frame 400 pixels wide, as the browser's own window has at least 500: its width, that of the page, what ``script``
+    says of the page ``shown`` once it is not ``undefined``, and what runs over the margin and does not scroll by itself."""
+    look = f"""
         const turn = new MessageChannel(); // turns of the event loop, which use none of the virtual time
-        turn.port1.onmessage = () => {
-            const inside = document.querySelector("iframe").contentWindow, { document: shown } = inside;
-            if (!shown.querySelector(".detail canvas")) return turn.port2.postMessage(0);
+        turn.port1.onmessage = () => {{
+            const inside = document.querySelector("iframe").contentWindow, {{ document: shown }} = inside;
+            const said = (() => {{ {script} }})();
+            if (said === undefined) return turn.port2.postMessage(0);
             const main = shown.querySelector("main"), style = inside.getComputedStyle(main);
             const edge = main.getBoundingClientRect().right - parseFloat(style.paddingRight);
             const clips = (node) => inside.getComputedStyle(node).overflowX !== "visible";
             const scrolls = (node) => node !== main && (clips(node) || scrolls(node.parentElement));
             const over = [...main.querySelectorAll("*")]
                 .filter((node) => node.getBoundingClientRect().right > edge + 0.5 && !scrolls(node.parentElement));
-            const map = shown.querySelector('[data-kvlens="heat-map"] .scroll');
-            const widths = [inside.innerWidth, shown.documentElement.scrollWidth, map.scrollWidth - map.clientWidth];
-            document.title = JSON.stringify([...widths, over.map((node) => `${node.tagName} ${node.className}`)]);
-        };
+            const widths = [inside.innerWidth, shown.documentElement.scrollWidth, said];
+            document.title = JSON.stringify([...widths, over.map((node) => `${{node.tagName}} ${{node.className}}`)]);
+        }};
         addEventListener("load", () => turn.port2.postMessage(0));
     """
     frame = f'<iframe style="width:400px;height:1600px;border:0" srcdoc="{html.escape(page)}"></iframe>'
-    seen = visit(f"<!DOCTYPE html><title>start</title><body>{frame}<script>{look}</script></body>", tmp_path)
+    seen = visit(f"<!DOCTYPE html><meta charset=utf-8><title>start</title><body>{frame}<script>{look}</script></body>", folder)
     (found,) = re.findall("<title>(.*?)</title>", seen.dom)
-    width, page_width, hidden_of_map, over = json.loads(html.unescape(found))
+    return json.loads(html.unescape(found))
+
+
+def test_nothing_runs_over_the_margin_of_a_narrow_screen(tmp_path):
+    """Only what scrolls by itself may be wider than the page, and a map of nine heads need not."""
+    model = tiny_text_model(d_model=18, d_head=2, n_heads=9)
+    page = explanation_page(model, explain(model, PROMPT, TEXT), SECTIONS).to_html()
+    drawn = """
+        const map = shown.querySelector('[data-kvlens="heat-map"] .scroll');
+        return shown.querySelector(".detail canvas") ? map.scrollWidth - map.clientWidth : undefined;
+    """
+    width, page_width, hidden_of_map, over = narrow(page, tmp_path, drawn)
     assert width == 400 >= page_width and hidden_of_map == 0 and over == []
+
+
+def test_a_circuit_fits_a_narrow_screen(tmp_path):
+    drawn = """
+        const nodes = [...shown.querySelectorAll(".node")];
+        if (!nodes.length) return undefined;
+        if (!shown.querySelector(".panels td")) return undefined;
+        if (!shown.querySelector("h3")) nodes.find((node) => node.textContent === "1.2").dispatchEvent(new MouseEvent("click"));
+        return shown.querySelector(".one-head canvas") ? nodes.length : undefined;
+    """
+    width, page_width, n_nodes, over = narrow(circuit_view(a_circuit(), [60], n_reasons=2).to_html(), tmp_path, drawn)
+    assert width == 400 >= page_width and over == [] and n_nodes > 6
 
 
 def test_figures_are_saved_and_copied_as_they_are_shown(page, tmp_path):
@@ -445,6 +468,129 @@ def test_a_head_chosen_in_the_grid_keeps_the_losses_colors_and_shows_its_demonst
     assert found["shares"].endswith("%")
 
 
+CIRCUIT = """
+    const figure = document.querySelector('[data-kvlens="circuit"]'), slider = figure.querySelector("input"), found = [];
+    const nodes = () => [...figure.querySelectorAll(".node")];
+    const named = (name) => nodes().find((node) => node.textContent === name);
+    const press = (key) => document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
+    const slide = (to) => { slider.value = to; slider.dispatchEvent(new Event("input")); };
+    const rows = (panel) => [...panel.querySelectorAll("tbody tr")];
+    const cells = (panel) => rows(panel).map((row) => [...row.cells].map((cell) => cell.textContent));
+    const tables = () => Object.fromEntries([...figure.querySelectorAll(".panel")].map((panel) =>
+        [panel.querySelector("h4").textContent, cells(panel)]));
+    const said = () => figure.querySelector(".readout").textContent;
+    const done = () => { document.body.dataset.found = JSON.stringify(found); };
+"""
+
+
+def found_in(dom: str) -> list:
+    return json.loads(html.unescape(re.search(r'<body[^>]* data-found="(.*?)"', dom)[1]))
+
+
+def test_the_slider_of_a_circuit_shows_its_sizes_and_a_node_what_it_reads_and_writes_to(tmp_path):
+    """By mouse and by keyboard; the number of edges and nodes is that of each circuit, and the faithfulness the one it has."""
+    circuit = a_circuit()
+    piece = circuit_view(circuit, [20, 40, 70], n_reasons=1)
+    data = data_of(piece)
+    script = f"""{CIRCUIT}
+        for (const to of [0, 1, 2]) {{
+            slide(to);
+            const words = [figure.querySelector("output").textContent, slider.getAttribute("aria-valuetext")];
+            found.push([figure.querySelectorAll("path.edge").length, nodes().length, ...words]);
+        }}
+        named("logits").focus();
+        found.push(said(), nodes().filter((node) => node.getAttribute("tabindex") === "0").length);
+        press("ArrowDown");
+        found.push(document.activeElement.textContent);
+        named("embedding").focus();
+        press("Enter");
+        found.push(figure.dataset.chosen, document.activeElement.getAttribute("aria-pressed"), tables(), location.hash);
+        press("Escape");
+        found.push(figure.dataset.chosen);
+        named("1.2").dispatchEvent(new MouseEvent("click"));
+        found.push(tables(), location.hash, nodes().filter((node) => node.classList.contains("far")).length);
+        const edge = figure.querySelector("path.edge");
+        edge.dispatchEvent(new MouseEvent("mouseenter"));
+        found.push([said(), edge.querySelector("title").textContent]);
+        figure.querySelector(".panel .way").click();
+        found.push(figure.dataset.chosen, document.activeElement === figure.querySelector(".detail"));
+        done();
+    """
+    seen = visit(piece.to_html(), tmp_path, script=script)
+    assert seen.requests == []
+    (
+        *sizes,
+        logits,
+        n_stops,
+        below,
+        node,
+        pressed,
+        of_embedding,
+        address,
+        cleared,
+        of_head,
+        its_address,
+        n_far,
+        edge,
+        way,
+        focus,
+    ) = found_in(seen.dom)
+    for stop, (n_edges, n_nodes, text, value) in zip(data["stops"], sizes, strict=True):
+        assert (n_edges, n_nodes) == (stop["n_edges"], stop["n_nodes"]) and text == value
+        assert text.startswith(f"{n_edges} edges, {n_nodes} nodes: faithfulness {number(stop['faithfulness'])} (metric")
+    kept = circuit.keep(70).edges.query("kept")
+    assert logits == "logits" and n_stops == 1 and below in kept["writer"].tolist()
+    assert (node, pressed, address, cleared) == ("embedding", "true", "", "")
+    out = kept[kept["writer"] == "embedding"]
+    (title,) = of_embedding
+    assert title == (f"Who reads it: the largest 12 of {len(out)} edges" if len(out) > 12 else "Who reads it")
+    assert [row[2] for row in of_embedding[title]] == [number(x) for x in out["estimate"][:12]]
+    into = kept[kept["reader"].eq("1.2")]
+    names = {"q": "queries", "k": "keys", "v": "values"}
+    (reads,) = [title for title in of_head if title.startswith("What it reads")]
+    assert [row[:2] for row in of_head[reads]] == [[x.writer, names[x.input]] for x in into.head(12).itertuples()]
+    assert its_address == "#head=1.2&show=head" and n_far < len(data["nodes"]) and edge[0] == edge[1] and "→" in edge[0]
+    assert way == of_head[reads][0][0] and focus
+
+
+def test_a_thousand_edges_are_drawn_in_less_than_a_second(tmp_path):
+    """By the browser's processor time, with style and layout, of 20 drawings more; the clock of a page stands still here."""
+    piece = circuit_view(a_circuit(), [50, 60], n_reasons=0)
+    data = data_of(piece)
+    edges = (data["edges"] * 100)[:1000]
+    page = piece.to_html().replace(data_script(data), data_script({**data, "edges": [[*edge[:-1], 0] for edge in edges]}))
+    times = []
+    for n in (1, 21):
+        script = f"""{CIRCUIT}
+            for (let i = 0; i < {n}; i++) {{ slide(i % 2); figure.querySelector("svg.graph").getBoundingClientRect(); }}
+            found.push(figure.querySelectorAll("path.edge").length);
+            done();
+        """
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert found_in(visit(page, tmp_path, script=script).dom) == [1000]
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert (times[1] - times[0]) / 20 < 1
+
+
+@pytest.mark.parametrize("roles", [None, {HOSTILE[0]: [1, 2], HOSTILE[12]: [-1]}])
+def test_hostile_tokens_and_names_of_a_circuit_are_text(roles, tmp_path, monkeypatch):
+    monkeypatch.setattr("kvlens.viz.circuits.token_texts", lambda model, tokens: (HOSTILE * 9)[: len(tokens)])
+    piece = circuit_view(a_circuit(), [70], roles=roles, n_reasons=2, title=HOSTILE[0])
+    script = f"""{CIRCUIT}
+        named("1.2").dispatchEvent(new MouseEvent("click"));
+        found.push([...figure.querySelectorAll(".of-token title")].map((title) => title.textContent));
+        found.push([...figure.querySelectorAll(".tokens span")].map((span) => span.textContent).join(""));
+        done();
+    """
+    seen = visit(without_policy(_with_script(piece.to_html(), script)), tmp_path)
+    assert seen.requests == []
+    tags, handlers = tags_and_handlers(seen.dom)
+    assert "img" not in tags and not handlers and "owned" not in re.search("<title>(.*?)</title>", seen.dom)[1].split("'")[0]
+    names, tokens = found_in(seen.dom)
+    assert label(HOSTILE[0]) in names and HOSTILE[0] in tokens and (roles is None or label(HOSTILE[12]) in names)
+
+
 def test_a_hostile_prompt_is_shown_and_runs_nothing(tmp_path):
     click = '<script>document.querySelector(".draw").click()</script></body>'
     seen = visit(without_policy(hostile_page().to_html()).replace("</body>", click), tmp_path)
@@ -522,9 +668,9 @@ needs_axe = pytest.mark.skipif(not AXE.is_file(), reason="needs axe-core: npm in
 """The environment variable says where its axe.min.js is; ``.ci/run`` installs it there."""
 
 
-def findings(page: str, folder: Path) -> list:
-    """What axe-core reports as moderate, serious or critical in ``page`` after its scripts ran."""
-    seen = visit(page, folder, script=AXE.read_text(encoding="utf-8") + RUN)
+def findings(page: str, folder: Path, first: str = "") -> list:
+    """What axe-core reports as moderate, serious or critical in ``page`` after its scripts, and the script ``first``, ran."""
+    seen = visit(page, folder, script=first + AXE.read_text(encoding="utf-8") + RUN)
     found = re.search(r'<pre id="axe-result">(.*?)</pre>', seen.dom, flags=re.DOTALL)
     assert found, "axe-core gave no result"
     return [entry for entry in json.loads(html.unescape(found[1])) if entry[1] in ("moderate", "serious", "critical")]
@@ -552,3 +698,11 @@ def test_pictures_at_full_strength_have_no_finding(tmp_path):
     page = Page("pictures").add(head_heatmap(table, "x")).add(contribution_bars(table, "x", part="head"))
     page.add(colored_tokens([f"t{i} " for i in range(25)], strengths, top=1.0))
     assert findings(page.to_html(), tmp_path) == []
+
+
+@needs_axe
+@pytest.mark.parametrize("chosen", ["", "1.2", "mlp1"])
+def test_a_circuit_has_no_finding(chosen, tmp_path):
+    page = circuit_view(a_circuit(), [40, 70], n_reasons=3).to_html()
+    choose = f'{CIRCUIT} named("{chosen}")?.dispatchEvent(new MouseEvent("click"));'
+    assert findings(page, tmp_path, choose) == []

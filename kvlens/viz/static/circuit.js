@@ -6,8 +6,7 @@
   const INPUTS = { q: "queries", k: "keys", v: "values", mlp: "MLP", logits: "logits" };
   const LISTED = 12, ROW = [30, 46], SLOT = [28, 104], GAP = [11, 15];
 
-  const nameOf = ({ name, layer, head }) =>
-    head >= 0 ? `head ${name}` : name.startsWith("mlp") ? `MLP ${layer}` : name;
+  const nameOf = ({ name, head }) => (head >= 0 ? `head ${name}` : name);
   const nodesOf = (data) => data.nodes.map(([name, layer, head, estimate, column], i) => ({ i, name, layer, head, estimate, column }));
   const edgesOf = (data) => data.edges.map(([from, to, input, estimate, fall, since]) => ({ from, to, input, estimate, fall, since }));
 
@@ -142,7 +141,7 @@
       minValue: -1, maxValue: 1, positiveColor: "#1d5fa8", negativeColor: "#c0392b", showAxisLabels: true, maskUpperTri: true,
     };
     paper.append(target);
-    setTimeout(() => KVLENS.circuitsvis(target, "AttentionPattern", props, `attention of ${nameOf(node)}`)); // once it is in the page
+    KVLENS.circuitsvis(target, "AttentionPattern", props, `attention of ${nameOf(node)}`); // which waits until it is in the page
     return [panel("What it attends to, in the first prompt", paper)];
   };
 

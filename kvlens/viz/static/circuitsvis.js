@@ -17,7 +17,7 @@
     return { ...props, attention: props.attentionHeadNames.map((_, head) => props.tokens.map((_, i) => row(head * length + i))) };
   };
 
-  // one of its components in `target`, which it fills as wide as it is
+  // one of its components in `target`, as wide as that is; it may be put into the page after the call
   const show = async (target, component, props, name) => {
     await (loading ??= load());
     target.id = `circuitsvis-${(n += 1)}`;
