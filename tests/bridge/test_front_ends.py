@@ -9,6 +9,7 @@ import pytest
 import torch
 from bridge_models import some_tokens
 from kvlens.analyses.attribution.prompt import Null
+from pictures import data_of
 from precision import LAW, relative_error
 from tiny_hf import tiny_hf_model
 
@@ -16,6 +17,7 @@ from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, analys
 from kvlens.analyses import registry
 from kvlens.errors import IndirectHeads
 from kvlens.model import heads_per_layer
+from kvlens.viz import circuit_view
 
 pytestmark = pytest.mark.usefixtures("without_gradients", "short_answers")
 
@@ -167,7 +169,18 @@ def test_circuits_are_the_same_on_both_front_ends(family, both_of):
         (found, circuits(found)) for found in (analyses.circuit(of, *PAIRS) for of in both_of(family))
     )
     assert relative_error(ours.estimates, theirs.estimates) < LAW and ours.estimates.abs().max() > 0.1
+    assert relative_error(ours.by_position, theirs.by_position) < LAW
     assert relative_error(ran, other) < LAW and (ran[0] - ran[1]).abs().min() > 0.01
+
+
+@pytest.mark.parametrize("family", ["gptj", "gemma2"])
+def test_the_graph_of_a_circuit_is_the_same_on_both_front_ends(family, both_of):
+    """To rounding: where nodes stand, attention, and why heads attend, which Gemma 2 does not say, with its norms behind."""
+    ours, theirs = (data_of(circuit_view(analyses.circuit(of, *PAIRS), [20, 60], n_reasons=2)) for of in both_of(family))
+    for name in ("nodes", "columns", "patterns", "reasons", "tokens"):
+        assert ours[name] == theirs[name], name
+    assert [stop["places"] for stop in ours["stops"]] == [stop["places"] for stop in theirs["stops"]]
+    assert len(ours["patterns"]) >= 2
 
 
 @pytest.mark.parametrize("family", ["glm4", "starcoder2"])

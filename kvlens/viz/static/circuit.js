@@ -106,13 +106,15 @@
     const made = element("table", "plain"), head = element("thead"), line = element("tr"), body = element("tbody");
     for (const words of heads) line.append(Object.assign(element("th", "", words), { scope: "col" }));
     head.append(line);
+    const isNumber = (cell) => typeof cell === "number" || cell === null;
+    const tops = heads.map((_, k) => Math.max(...rows.map((cells) => (isNumber(cells[k]) ? Math.abs(cells[k]) : 0))));
     for (const cells of rows) {
       const row = element("tr");
-      for (const cell of cells) {
-        const place = element("td", typeof cell === "number" || cell === null ? "right" : "");
-        place.append(typeof cell === "number" || cell === null ? number(cell) : cell);
+      cells.forEach((cell, k) => {
+        const place = element("td", isNumber(cell) ? "right" : "");
+        place.append(isNumber(cell) ? number(cell, tops[k]) : cell);
         row.append(place);
-      }
+      });
       body.append(row);
     }
     made.append(head, body);
