@@ -180,7 +180,7 @@ class GradientPass(Pass):
 
     def read_mlp(self, layer: Layer, stream: Tensor, value: Tensor) -> Tensor:
         """Likewise; heads may read the same tensor."""
-        self._read.append((layer, "mlp", stream.detach(), value := value.view_as(value)))
+        self._read.append((layer, "mlp", stream.detach(), value := value.view(stream.shape)))
         return value
 
     def read_last(self, stream: Tensor) -> None:
@@ -193,7 +193,7 @@ class GradientPass(Pass):
         for (layer, x, stream, _), gradient in zip(
             self._read, torch.autograd.grad(value, points, materialize_grads=True), strict=True
         ):
-            stream, gradient = stream[:, self.first :], gradient.view(*stream.shape[:2], *gradient.shape[2:])[:, self.first :]
+            stream, gradient = stream[:, self.first :], gradient[:, self.first :]
             if layer is None:
                 found.append((self.graph.at[self.model.cfg.n_layers, x], gradient[None]))
                 continue
