@@ -229,7 +229,7 @@ def add_explain(commands: Any) -> None:
     add_texts_and_model(explain, "the text after the prompt, up to where the answer begins")
     explain.add_argument("--answer", metavar="TEXT", help="the answer to explain (default: what the model answers)")
     explain.add_argument(
-        "--about", metavar="WORDS", help="the words of the answer to explain (default: those that depend most)"
+        "--about", metavar="WORDS", help="the words of the answer to explain (default: those that the question asks for)"
     )
     explain.add_argument(
         "--by",

@@ -3,6 +3,7 @@
 1. The prompt is cut into units; BOS, what a chat template writes and the question are in none: they stay (`kvlens.units`).
 2. The model answers, up to the token that ends its response (:mod:`~kvlens.explanation.runs`, where every run is made, once).
 3. All units are removed, and the words that fall with them are the response's *claims* (:mod:`~kvlens.explanation.claims`).
+   The one that the question asks for heads the page (:mod:`~kvlens.explanation.heading`).
 4. Each unit is removed, and what the model says then gives each claim its *verdict* (`Verdict`, beside claims). Of a prompt
    with many units, whole documents or paragraphs come first, and then the units inside those that change something
    (:mod:`~kvlens.explanation.by_unit`).
@@ -13,9 +14,10 @@
    the cause leaves. Layers lose a claim, alone or together, if it falls when only they read the shortened prompt; they keep it
    if it stays when only they read the whole one. Likewise, where asked for, heads, and positions in all layers
    (:mod:`~kvlens.explanation.exchanges`).
-8. Every run is a row of ``statements``, and every sentence that is shown comes from a row
-   (:mod:`~kvlens.explanation.presentation`; the tables are in :mod:`~kvlens.explanation.explained`). A page has both, with
-   sections of what analyses add (:mod:`~kvlens.explanation.page`).
+8. Every content word of the response has an account: the sources that it is cited by, the question, or that the model says it
+   anyway (:mod:`~kvlens.explanation.citations`). Every run is a row of ``statements``, and every sentence that is shown comes
+   from a row (:mod:`~kvlens.explanation.presentation`; the tables are in :mod:`~kvlens.explanation.explained`). A page has
+   both, with sections of what analyses add (:mod:`~kvlens.explanation.page`).
 
 Many prompts: which layers and heads read a fact (:mod:`~kvlens.explanation.reading`), and whether an answer comes from
 the prompt or from memory (:mod:`~kvlens.explanation.context_or_memory`).

@@ -2,22 +2,27 @@
 
 Long claims fall by many nats, whatever was asked, and a response often repeats the question first, so that behind its words an
 answer falls by nothing when the question goes. Therefore each candidate is read as if it were the whole response: its
-log-probability right behind the prompt, minus that behind the prompt without the question. The largest difference heads the
-explanation. Candidates are the claims, and runs of other content words that the question does not have, since what answers it
-may not depend on the prompt at all.
+log-probability right behind the prompt, minus that behind the prompt without the question. The claim with the largest
+difference heads the explanation. What answers the question may not depend on the prompt at all: another run of content words
+with a name or a number, none of them the question's, that the model says without any unit, too, heads it if it is ahead of
+every claim by more than `AHEAD` nats.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvlens.explanation.citations import needs_account
-from kvlens.explanation.claims import DEPENDS, Claim, claims_of, normal, places_of_words
+from kvlens.explanation.claims import DEPENDS, SAID, Claim, claims_of, normal, places_of_words
+
+AHEAD = 2.0
+"""Nats by which words that depend on no unit have to be ahead of every claim."""
 
 
 def candidates_of(explaining: Any) -> list[Claim]:
-    """The claims, then the other runs of content words that the question does not have."""
+    """The claims, then the other runs of content words with a name or a number that are said without any unit, too."""
     response, claims = explaining.response, explaining.claims
     places = places_of_words(response)
 
@@ -27,9 +32,14 @@ def candidates_of(explaining: Any) -> list[Claim]:
         return not in_claim and needs_account(word, response.text, *places[i]) and normal(word.text) not in explaining.question
 
     marked = [2 * DEPENDS if is_other(i) else 0.0 for i in range(len(response.words))]
-    others = claims_of(response, marked, explaining.question)
+    others = [each for each in claims_of(response, marked, explaining.question) if any(map(_is_sign_of_a_name, each.text))]
     apart = [each for each in others if all(each.stop <= claim.start or claim.stop <= each.start for claim in claims)]
-    return [*claims, *(each._replace(nats=explaining.fall(each, explaining.nothing)) for each in apart)]
+    said = [each for each in apart if explaining.of(each, explaining.nothing).name in SAID]
+    return [*claims, *(each._replace(nats=explaining.fall(each, explaining.nothing)) for each in said)]
+
+
+def _is_sign_of_a_name(letter: str) -> bool:
+    return letter.isupper() or letter.isdigit()
 
 
 def asked_for(explaining: Any, candidates: list[Claim]) -> list[float]:
@@ -38,6 +48,17 @@ def asked_for(explaining: Any, candidates: list[Claim]) -> list[float]:
     without = explaining.runs.without_question()
     whole, other = (explaining.runs.replies(bias, texts) for bias in (explaining.runs.bias, without))
     return [a - b for a, b in zip(whole, other, strict=True)]
+
+
+def answering(scores: Sequence[float], n_claims: int) -> int:
+    """The number of the candidate that heads the explanation.
+
+    Args:
+        scores: of :func:`asked_for`.
+        n_claims: how many of the candidates, the first, are claims.
+    """
+    ranked = [score - (0.0 if i < n_claims else AHEAD) for i, score in enumerate(scores)]
+    return max(range(len(ranked)), key=ranked.__getitem__)
 
 
 def _tokens(explaining: Any, claim: Claim) -> Tensor:

@@ -23,7 +23,7 @@ from kvlens.explanation.citations import DocumentSpan, documents_of
 from kvlens.explanation.claims import DEPENDS, GONE, SAID, Claim, Verdict, claim_of, claims_of, content_words, verdict
 from kvlens.explanation.exchanges import MOST_LAYERS, QUESTION_PLACE, Place, exchange_layers, exchange_positions, places_of
 from kvlens.explanation.explained import STATEMENT_COLUMNS, Explained, found_by
-from kvlens.explanation.heading import asked_for, candidates_of
+from kvlens.explanation.heading import answering, asked_for, candidates_of
 from kvlens.explanation.presentation import SEPARATOR, answered, listed, quoted
 from kvlens.explanation.runs import MORE_TOKENS, PASS, ExplanationProgress, Outcome, Runs
 from kvlens.texts import Response
@@ -65,8 +65,8 @@ def explain(
         prompt: a :class:`kvlens.Chat`, a list of messages, a string, or tokens [pos].
         text: what follows the prompt, up to where the answer begins (behind a chat, the beginning of the answer); it is always
             there.
-        about: words of the response; the claim that has them heads the explanation. None: the claim that depends most on the
-            prompt.
+        about: words of the response; the claim that has them heads the explanation. None: what the question asks for
+            (:mod:`kvlens.explanation.heading`).
         answer: the response that is explained, a string or tokens; None lets the model answer greedily, up to the token that
             ends its response, or `MOST_TOKENS` tokens, where it is cut off; behind a ``text``, which it continues, up to the
             end of a sentence.
@@ -337,7 +337,7 @@ class _Explaining:
             return max(range(len(self.claims)), key=lambda i: self.claims[i].nats)
         scores = asked_for(self, candidates)
         self.asked = {each[1:3]: score for each, score in zip(candidates, scores, strict=True)}
-        best = max(range(len(candidates)), key=scores.__getitem__)
+        best = answering(scores, len(self.claims))
         return best if best < len(self.claims) else self._with_claim(candidates[best])
 
     def _with_claim(self, claim: Claim) -> int:

@@ -7,9 +7,10 @@ is a question about two or more documents: the passage that answers it, and othe
 8 to 20 sentences together, in an order that depends on the seed. Cases whose answer contains no short answer of the data are
 counted, and the first ``--wrong`` of them are explained, too, for reading. Of the first ``--cases-again`` cases statements are
 run again by plain Transformers (``tests/real/plain_transformers.py``): those that are printed, and ``--again`` others. A run is
-resumed where it stopped: one JSON line a question. Printed: cases tried and right; the share of right answers of which a cause
-contains the short answer's sentence; causes beside it for each question; statements run again and false ones; seconds; layers
-that lose the claim alone.
+resumed where it stopped: one JSON line a question. ``--heads N`` chooses what heads the explanations of N right answers,
+about the answering passage alone, by several rules, and explains none. Printed: cases tried and right; the share of right
+answers of which a cause contains the short answer's sentence; causes beside it for each question; statements run again and
+false ones; seconds; layers that lose the claim alone.
 """
 
 import argparse
@@ -27,6 +28,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from bench_attribution import right_questions
 from transformers import AutoModelForCausalLM
@@ -37,11 +39,16 @@ from plain_transformers import Plain, again
 
 import kvlens
 from kvlens.explanation import paragraphs
+from kvlens.explanation.heading import asked_for, candidates_of
+from kvlens.explanation.reading import wilson
 from kvlens.explanation.runs import ENDS, MORE_TOKENS, responses, stop_tokens
+from kvlens.explanation.steps import _Explaining, _Prompt
+from kvlens.texts import Response
 
 SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"(])")
 LEAST, MOST = 8, 16
-AT_ONCE, MOST_TOKENS = 8, 64
+AT_ONCE, MOST_TOKENS, SHORT = 8, 64, 420
+"""Questions that are answered together; tokens of an answer; characters of a passage that is asked about alone."""
 
 
 def plain_words(text: str) -> str:
@@ -166,6 +173,73 @@ def summary(cases: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def states(claim: str, answers: list[str]) -> bool:
+    """Whether a claim has a short answer, or is part of one."""
+    return has_answer(claim, answers) or any(plain_words(claim) in plain_words(answer) for answer in answers)
+
+
+def head_scores(model: Any, chat: Any, answers: list[str]) -> dict[str, Any]:
+    """Of each claim, and of other words that may head an explanation, what each rule scores."""
+    explaining = _Explaining(
+        model, _Prompt.of(model, chat, None, "sentence"), "units", None, lambda what, done: None, lambda line: None
+    )
+    runs = explaining.runs
+    tokens = runs.answer(MOST_TOKENS)
+    explaining.response = Response.of(model, explaining.prompt, tokens)
+    explaining.log_p = runs.begin(explaining.response)
+    (explaining.nothing,) = runs.without([range(len(explaining.units))], wants_text=lambda now: False)
+    explaining.find_claims(explaining.nothing)
+    candidates = [] if explaining.is_whole else candidates_of(explaining)
+    if not candidates:
+        return {"text": [], "n_claims": 0}
+    (asked,) = runs._walked(runs.without_question().repeat(1))  # without the question, the response's tokens given
+    spans = [slice(claim.start, claim.stop) for claim in candidates]
+    falls = explaining.nothing.falls
+    return {
+        "text": [claim.text for claim in candidates],
+        "n_claims": len(explaining.claims),
+        "states": [states(claim.text, answers) for claim in candidates],
+        "largest sum": [float(falls[span].sum()) for span in spans],
+        "first": [-claim.start for claim in candidates],
+        "largest token": [float(falls[span].max()) for span in spans],
+        "mean of tokens": [float(falls[span].mean()) for span in spans],
+        "question removed": [float(asked.falls[span].sum()) for span in spans],
+        "asked for": asked_for(explaining, candidates),
+    }
+
+
+def head_rates(cases: list[dict[str, Any]]) -> str:
+    """How often each rule chooses a claim that states the short answer, of the cases that have one, in both halves."""
+    lines = []
+    for name in ("largest sum", "first", "largest token", "mean of tokens", "question removed", "asked for"):
+        rates = []
+        for half in (cases[::2], cases[1::2]):
+            able = [case for case in half if any(case["states"][: case["n_claims"]])] if half else []
+            best = [max(range(case["n_claims"]), key=case[name].__getitem__) for case in able]
+            right = sum(case["states"][i] for case, i in zip(able, best, strict=True))
+            low, high = wilson(np.array([right / max(1, len(able))]), max(1, len(able)))
+            rates.append(f"{right} of {len(able)} ({100 * low[0]:.0f} to {100 * high[0]:.0f} %)")
+        lines.append(f"{name}: {', '.join(rates)}")
+    return "\n".join(lines)
+
+
+def on_heads(model: Any, rows: list[dict[str, Any]], out: Path, n: int) -> str:
+    """Measure until there are so many right answers; what is there already is kept."""
+    done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    order = [i for i in range(len(rows)) if i not in {case["i"] for case in done} and len(rows[i]["text"]) <= SHORT]
+    random.Random(5).shuffle(order)
+    asked = ((i, {rows[i]["title"]: rows[i]["text"]}) for i in order if len(SENTENCE.split(rows[i]["text"])) > 1)
+    for i, chat, answer in answers(model, rows, asked):
+        if sum(case["right"] for case in done) >= n:
+            break
+        right = has_answer(answer, rows[i]["answers"])
+        done.append({"i": i, "right": right, **(head_scores(model, chat, rows[i]["answers"]) if right else {})})
+        with out.open("a") as out_file:
+            out_file.write(json.dumps(done[-1]) + "\n")
+    cases = [case for case in done if case["right"] and case["n_claims"]]
+    return f"{len(done)} tried, {sum(case['right'] for case in done)} right\n{head_rates(cases)}"
+
+
 def on_stories(name: str, n: int) -> str:
     """Of a model that ships, on questions of held-out stories that it answers right."""
     model = kvlens.load(name)
@@ -198,6 +272,7 @@ def main(words: list[str]) -> None:
     say.add_argument("--data", type=Path)
     say.add_argument("--out", type=Path)
     say.add_argument("--stories", type=int, help="explain so many answers of a model that ships, instead")
+    say.add_argument("--heads", type=int, help="choose the heads of so many right answers, instead")
     say.add_argument("--right", type=int, default=60)
     say.add_argument("--wrong", type=int, default=10)
     say.add_argument("--again", type=int, default=12)
@@ -214,6 +289,9 @@ def main(words: list[str]) -> None:
         return
     with gzip.open(args.data, "rt", encoding="utf-8") as data:
         rows = [json.loads(line) for line in data]
+    if args.heads:
+        print(on_heads(kvlens.load(args.model, device=args.device), rows, args.out, args.heads))
+        return
     lines = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     cases, done = [line for line in lines if "causes" in line], {line["i"] for line in lines}
     model = kvlens.load(args.model, device=args.device)

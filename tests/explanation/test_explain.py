@@ -89,14 +89,22 @@ def test_what_heads_is_what_the_question_asks_for():
     assert found.cost["step"].tolist() == ["answer", "units", "head", "sets"] and found.n_tokens == found.cost["tokens"].sum()
 
 
-def test_words_that_depend_on_no_part_may_head_and_are_said_to_be_said_anyway(monkeypatch):
-    model = kvlens.load("facts-gpt2")
-    monkeypatch.setattr(steps, "asked_for", lambda explaining, candidates: [float(c.text == "Mira") for c in candidates])
-    found = kvlens.explain(model, STORY, QUESTION, answer=" donkey. Mira keeps a goat", depth="units")
-    assert found.claim == "Mira" and found.claims["text"].tolist() == ["donkey", "goat", "Mira"] and found.cause == ()
-    assert found.rows("units", "none")["verdict"].tolist() == ["not reached"]
-    assert "it does not come to 'Mira', although that itself falls by only" in str(found)
-    assert found.words.loc[found.words["text"] == "Mira", "account"].tolist() == ["memory"]
+def test_words_that_are_said_without_any_part_may_head_and_are_said_to_be(monkeypatch):
+    """Not those that only follow from the words before them."""
+    model, named = kvlens.load("facts-gpt2"), {}
+
+    def scores(explaining, candidates):
+        named["candidates"] = [claim.text for claim in candidates]
+        return [3.0 * (claim.text in ("Mira", "Kaya")) for claim in candidates]
+
+    monkeypatch.setattr(steps, "asked_for", scores)
+    monkeypatch.setattr(steps._Explaining, "_question_words", lambda explaining: ())
+    found = kvlens.explain(model, STORY, QUESTION, answer=" donkey. Mira. Kaya", depth="units")
+    assert found.without.startswith("Kaya") and named["candidates"] == ["donkey", "Kaya"]
+    assert found.claim == "Kaya" and found.claims["text"].tolist() == ["donkey", "Kaya"] and found.cause == ()
+    assert found.rows("units", "none")["verdict"].tolist() == ["other words"]
+    assert "removed, the model says" in str(found) and "'Kaya' is still said" in str(found)
+    assert found.words.loc[found.words["text"] == "Kaya", "account"].tolist() == ["memory"]
 
 
 def test_texts_are_generated_in_three_batches(model, found, monkeypatch):
