@@ -144,8 +144,8 @@ def _without_sources(found: Any) -> Iterator[SourceLine]:
     elif said := _phrases(found, (account == SAID_ANYWAY) & is_said):
         yield SourceLine("memory", f"Said without any part of the prompt, too: {_some(said)}.", rows)
     if left:
-        fall = "does not fall" if len(left) == 1 else "do not fall"
-        text = f"Not said without any part, but {fall} there, the words before given: {_some(left)}."
+        fall = "it does not fall" if len(left) == 1 else "these do not fall"
+        text = f"Not said without any part of the prompt, but behind the same words {fall}: {_some(left)}."
         yield SourceLine("memory", text, rows)
     if unfound := _phrases(found, account == UNFOUND):
         text = f"Lost without all parts of the prompt, and no part was found that loses it: {_some(unfound)}."
@@ -450,7 +450,7 @@ def explanation_view(found: Any, *, asked: bool = True) -> Piece:
         f"<figcaption>The model answers{cut_off(found.cut_after)}</figcaption>"
         f'<div class="tokens response">{_response(found)}</div>{_sources(found)}'
         '<p class="note">The darker a word, the more of its log-probability is gone without the parts of the prompt. '
-        f"Underlined: words that depend on them; choose one.</p>{told}"
+        f"Underlined: words that depend on them; choose one. Dotted: words without a source.</p>{told}"
         f"<h3>The parts of the prompt, and what is lost without each</h3>{_without_numbers(found)}"
         f'<div class="sources">{_units(found)}</div>'
         f'<p class="says" role="status"></p>{_strip(found)}{_positions(found)}'
