@@ -48,10 +48,9 @@ REFUSED = [
     *(f"explain {x}" for x in ("--messages file --document file", "--messages photos/units.parquet")),
     *(f"explain --question a --document {x}" for x in ("nowhere", "photos/units.parquet")),
     "explain --model facts-linear --prompt 'Mira keeps a goat.' --text ' Mira keeps a' --answer ' '",
-    # reproduce, zoo, reference
+    # reproduce, zoo
     *(f"reproduce {x}" for x in ("x", "..", "--set seeds=4 hops", "hops --set sead=4", "hops --scale huge", "hops --overwrit")),
     "zoo x",
-    "reference --out .",
     # analyse
     *(f"analyse {x}" for x in ("nope", "..", "--bogus")),
     *(f"{ANALYSE} {x}" for x in (".", "t.csv", "/.parquet", "/proc/t.parquet", "/proc/x/t.parquet")),
@@ -60,7 +59,7 @@ REFUSED = [
     *(f"{ANALYSE} t.parquet {x}" for x in ("--device meta", "--workers 0", "--threads 0", "--dtype int8", "--engine rey")),
     f"{ANALYSE} t.parquet --gpus-per-worker 1",
 ]
-WRITERS = ["train induction", "reproduce landscape --scale tiny", "reference", ANALYSE]
+WRITERS = ["train induction", "reproduce landscape --scale tiny", ANALYSE]
 PATHS = ["", "a\0b", "x" * 300, f"a/{'x' * 300}/r", "file", "file/r", "/", "/".join(["b" * 60] * 100), "a\ud800"]
 """What no command writes to. A batch writes a file, all others a folder."""
 

@@ -23,7 +23,7 @@ ORDER = [
     "errors", "memory", "checks", "arguments", "files", "terminal", "dtypes", "tokenizer", "templates", "ops", "base",
     "kv_bias", "components", "mixers", "zoo", "pretrained", "model", "texts", "units", "marks", "question", "chat", "bridge",
     "loading", "conversion", "dual", "corpus", "tasks", "training", "analyses", "viz", "explanation",
-    "papers", "reference", "cli",
+    "papers", "cli",
 ]
 PURE = {
     "torch", "einops", "jaxtyping", "kvlens",
@@ -317,6 +317,13 @@ def test_what_is_installed(installed):
     names = {path.name for path in installed.iterdir() if path.suffix != ".dist-info"}
     assert names - {"__pycache__"} == {"bin", "kvlens"}
     assert (installed / "kvlens/analyses/registry.py").is_file() and (installed / "kvlens/analyses.py").is_file()
+
+
+@pytest.mark.slow
+def test_the_readmes_first_command_runs_from_a_wheel(installed, tmp_path):
+    done = run(["-m", "kvlens", "explain", "--out", "page.html"], tmp_path, installed)
+    assert done.returncode == 0 and done.stdout.startswith('The model answers: "donkey."'), done.stderr
+    assert (tmp_path / "page.html").is_file()
 
 
 @pytest.mark.slow

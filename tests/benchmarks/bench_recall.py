@@ -5,7 +5,7 @@
 MODEL is a folder or GGUF file of a chat model. ``recall_documents.jsonl`` has nine invented documents of 320 to 400 tokens,
 each with 24 questions that a few words of it answer. What is converted is the chat up to the question; the question and the
 model's answer follow it, all questions of a document in one batch. Kept: of the questions answered right under the exact bias,
-those that are still right. The first three documents (:data:`CHOICE`) served to choose kvlens' defaults; figures in RESULTS
+those that are still right. The first three documents (:data:`CHOICE`) served to choose kvlens' defaults; figures in results/
 are of the other six. ``--joined N`` puts N documents into one chat. ``--passages FILE`` takes real passages with their
 questions in place of the documents (lines of "title", "text", "question", "answers", such as NQ's), of which those with one
 answer are used. One JSON line for each chat, way and ratio; a run is resumed where it stopped.

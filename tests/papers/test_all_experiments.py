@@ -30,7 +30,7 @@ from kvlens.tasks import TextTask
 from kvlens.tasks.regression import SHIFTS
 
 AT_PAPER_SCALE = {"compaction", "conversion-error", "softmax-conversion"}
-"""Those of which RESULTS has figures at it."""
+"""Those of which the results have figures at it."""
 
 
 def every_claim_holds(found, told):

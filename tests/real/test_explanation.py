@@ -1,7 +1,7 @@
 """An explanation of a real model's answer, whose statements a second program repeats with plain Transformers.
 
-The chat that it reads is what Transformers writes, token by token, with BOS once. The examples of EXPLANATIONS.md and README's
-first command name the causes that these pages name.
+The chat that it reads is what Transformers writes, token by token, with BOS once. The examples of docs/explanations.md and the
+README's first command name the causes that these pages name.
 """
 
 import contextlib
@@ -119,7 +119,7 @@ def test_units_of_documents(smollm2):
     assert kept.endswith("In which city will the new office be?<|im_end|>\n<|im_start|>assistant\n")
 
 
-PAGE = (Path(__file__).resolve().parents[2] / "EXPLANATIONS.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs/explanations.md").read_text(encoding="utf-8")
 SETUP, *EXAMPLES = PAGE.split("\n## ")
 NAMED = re.compile(r"Without ((?:(?!Without ).)*?), the model says|(No part) loses|(None of the parts) loses", re.DOTALL)
 
@@ -156,10 +156,11 @@ def named(text):
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_first_command_names_the_cause_that_the_readme_names(smollm2_file, tmp_path, monkeypatch, capsys):
+def test_the_command_of_the_readme_names_the_cause_that_it_names(smollm2_file, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    commands, printed = (re.search(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)[1] for language in ("bash", "text"))
-    _, write, explain = commands.splitlines()
+    (commands,) = (found for found in re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL) if "--download" in found)
+    write, explain = commands.splitlines()
+    printed = block("text", README)
     subprocess.run(["bash", "-c", write], check=True)
     _, *words = shlex.split(explain)
     words.remove("--download")
