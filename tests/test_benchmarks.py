@@ -7,6 +7,7 @@ import itertools
 import json
 
 import bench_attribution
+import bench_circuits
 import bench_notes
 import bench_peers
 import bench_reading_layers
@@ -17,10 +18,13 @@ import bench_state_reach
 import plain_rwkv
 import pytest
 import torch
+from precision import LAW, relative_error
 from timing import check_close
+from tiny_text_model import tiny_text_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvlens
+from kvlens.analyses import circuit, faithfulness
 from kvlens.units import Unit
 
 PROGRAMS = {  # what is asked for, and how often each of these words is printed
@@ -209,3 +213,39 @@ def test_the_table_smoke(scores, tmp_path, capsys, monkeypatch):
     bench_peers.main(["", "--out", str(out), "--table"])
     printed = capsys.readouterr().out
     assert "about 10 units: 1 cases" in printed and "kvlens knocked out" in printed
+
+
+@pytest.fixture
+def additions(tmp_path, monkeypatch):
+    """A run whose pairs count as right."""
+    monkeypatch.setattr(bench_circuits, "right", lambda *given: True)
+    model = tiny_text_model(attention="softmax", kv_shift=None, n_heads=4, n_key_value_heads=2, dtype=torch.float64)
+    return bench_circuits.Run(model, "addition", tmp_path, tmp_path / "tiny" / "addition", 4)
+
+
+@pytest.mark.parametrize(("by", "order"), [("edges", "signed"), ("nodes", "absolute")])
+def test_areas_are_those_of_faithfulness_and_of_the_pairs_that_are_drawn(additions, by, order):
+    ends = additions.ends()
+    additions.curve("eap", by, order == "absolute")
+    measured, additions.measure = additions.measure, []
+    additions.curve("eap", by, order == "absolute")  # is there: nothing is run
+    (path,) = additions.cache.glob(f"eap-{by}-{order}.json")
+    values = json.loads(path.read_text())
+    _, cpr, cmd = bench_circuits.drawn_areas(values, ends)
+    model, own = tiny_text_model(attention="softmax", kv_shift=None, n_heads=4, n_key_value_heads=2, dtype=torch.float64), []
+    for pairs in (additions.choose, measured):
+        answers, rivals = (
+            [bench_circuits.token(model.tokenizer, of[0]) for of in each] for each in zip(*[p[2:] for p in pairs], strict=True)
+        )
+        own.append(([pair.clean for pair in pairs], [pair.corrupted for pair in pairs], (answers, rivals)))
+    expected = faithfulness(circuit(model, *own[0], method="eap"), by=by, absolute=order == "absolute", pairs=own[1])
+    assert (float(cpr[0]), float(cmd[0])) == pytest.approx((expected.cpr, expected.cmd), rel=1e-9)
+    assert cmd[1:].std() > 0 and f"{expected.cpr:.3f}" in "".join(bench_circuits.rows_of(additions.cache))
+
+
+def test_scores_by_query_head_add_up_to_those_of_key_value_heads(additions):
+    ours = bench_circuits.estimated(additions.model, additions.choose, "eap_ig")
+    with bench_circuits.by_query_head(additions.model, True):
+        theirs = bench_circuits.estimated(additions.model, additions.choose, "eap_ig")
+    assert theirs.estimates.shape[1] > ours.estimates.shape[1]
+    assert relative_error(bench_circuits.grouped(theirs.estimates, ours.graph), ours.estimates) < LAW
