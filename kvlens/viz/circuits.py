@@ -121,8 +121,8 @@ def _drawing(found: Circuit, at: AtSizes, roles: Mapping[str, Sequence[int]] | N
     graphs = [one.to_networkx() for one in at.circuits]
     longest = next(pairs for pairs in found.batches if pairs.clean.shape[1] == found.by_position.shape[1])
     tokens = [token_texts(found.model, of[0]) for of in (longest.clean, longest.corrupted)]
-    columns, effects = _columns(found, tokens[0], roles)
-    places = [*effects.abs().argmax(dim=1).tolist(), len(columns) - 1]  # the logits are read at the last position
+    columns, effects, last = _columns(found, tokens[0], roles)
+    places = [*effects.abs().argmax(dim=1).tolist(), last]  # where the logits are read
     nodes = found.nodes.assign(column=places).set_index("node", drop=False)
     nodes = nodes[nodes["node"].isin(graphs[-1])]
     stops = [_stop(nodes, graph, row) for graph, row in zip(graphs, at.table.to_dict("records"), strict=True)]
@@ -148,10 +148,10 @@ def _at_sizes(found: Circuit, sizes: Sequence[int | float] | None) -> AtSizes:
 
 def _columns(
     found: Circuit, tokens: list[str], roles: Mapping[str, Sequence[int]] | None
-) -> tuple[list[str], Float[Tensor, "writer column"]]:
-    """Names of the columns, and each node's estimate in them; positions of no role are the first column."""
+) -> tuple[list[str], Float[Tensor, "writer column"], int]:
+    """Names of the columns, each node's estimate in them, and the last position's; positions of no role are the first."""
     if roles is None:
-        return tokens, found.by_position
+        return tokens, found.by_position, len(tokens) - 1
     width, same = len(tokens), len({pairs.clean.shape[1] for pairs in found.batches}) == 1
     of_role = torch.zeros(width, dtype=torch.long)
     for column, (name, positions) in enumerate(roles.items(), start=1):
@@ -161,7 +161,7 @@ def _columns(
                 raise KVLensError(f"roles: {name}: expected positions in {expected}, got {brief(position)}")
             of_role[position] = column
     effects = found.by_position.new_zeros(len(found.by_position), len(roles) + 1).index_add(1, of_role, found.by_position)
-    return ["other", *map(str, roles)], effects
+    return ["other", *map(str, roles)], effects, int(of_role[-1])
 
 
 def _edges(graphs: list[Any]) -> pd.DataFrame:
@@ -196,7 +196,8 @@ def _stop(nodes: pd.DataFrame, graph: Any, row: dict[str, Any]) -> dict[str, Any
 
 def _note(found: Circuit, drawing: _Drawing) -> str:
     n, by_role = sum(len(pairs.clean) for pairs in found.batches), drawing.columns is not drawing.tokens[0]
-    tokens = "" if n == 1 or by_role else f"; tokens are those of the first of {n} pairs"
+    which = "the first" if len(found.batches) == 1 else "one"
+    tokens = "" if n == 1 or by_role else f"; tokens are those of {which} of {n} pairs"
     return (
         "Edges lead from what writes to the residual stream, up to what reads it, and are as wide as their estimates: by how "
         "much the metric falls with this edge alone corrupted, to first order (dashed: it rises). Nodes are as large as theirs "

@@ -63,7 +63,9 @@ def test_a_node_stands_at_the_token_where_its_estimate_is_largest(found, data):
         if node == "logits":
             assert column == len(data["tokens"]) - 1 and by_position is None and estimate is None
             continue
-        assert column == int(rows[node].abs().argmax()) and estimate == pytest.approx(float(rows[node].sum()), rel=1e-3)
+        assert column == int(rows[node].abs().argmax()) and estimate == pytest.approx(
+            float(rows[node].sum()), rel=1e-3, abs=1e-6
+        )
         assert values(by_position) == pytest.approx(rows[node].tolist(), abs=0.6 / 999 * float(rows[node].abs().max()))
     assert len({column for *_, column in data["nodes"]}) >= 3 and data["columns"] == data["tokens"]
 
@@ -132,7 +134,9 @@ def test_roles_are_columns_with_the_sums_of_their_positions(found):
     for node, *_, column in data["nodes"][:-1]:
         sums = [abs(float(rows[node][group].sum())) for group in groups]
         assert column == sums.index(max(sums))
-    assert {column for *_, column in data["nodes"]} >= {1, 2}
+    assert {column for *_, column in data["nodes"]} >= {1, 2} and data["nodes"][-1][-1] == 2
+    elsewhere = data_of(circuit_view(found, SIZES, roles={"last": [-1], "noun": [1]}, n_reasons=0))
+    assert elsewhere["nodes"][-1][0] == "logits" and elsewhere["nodes"][-1][-1] == 1
 
 
 def test_a_circuit_of_some_edges_is_shown_as_it_is(found):

@@ -144,7 +144,7 @@
     };
     paper.append(target);
     KVLENS.circuitsvis(target, "AttentionPattern", props, `attention of ${nameOf(node)}`); // which waits until it is in the page
-    return [panel("What it attends to, in the first prompt", paper)];
+    return [panel("What it attends to", paper)];
   };
 
   const reasonsOf = (node, data, choice) => {
@@ -310,7 +310,10 @@
     scroll.append(picture);
     place.append(controls, legend, scroll, readout, detail);
     draw();
-    const follow = ({ head = "" }) => { const node = byName.get(head); if (node && at.has(node.i)) choose(node, true); };
+    const follow = ({ head = "" }) => {
+      const node = byName.get(head);
+      if (node && node !== chosen && at.has(node.i)) choose(node, true);
+    };
     follow(selection.get());
     selection.listen(["head"], follow);
     scroll.scrollLeft = scroll.scrollWidth; // where a narrow screen cuts it, to the logits
