@@ -5,7 +5,8 @@ sum of all that was written before it: a head thrice, through queries, keys and 
 latter two), an MLP and the logits once. An *edge* is a writer and one of these inputs. Norms belong to the reader: it is its
 input in the residual stream, before its norm, that an edge changes. A node writes what it adds to the stream. With a norm
 behind heads (Gemma 2 and 3, OLMo 2), that is a head's part of the norm's output, divided by what the norm divides by in
-this very run, a circuit's run too; gradients follow it. Biases behind heads (b_O) belong to no node.
+this very run, a circuit's run too; gradients follow it. There a head changes what the others of its layer write, if only by
+that scale, even one that leads nowhere. Biases behind heads (b_O) belong to no node.
 
 *Runs.* In a circuit a reader sees, of every writer whose edge is kept, what that writes in the circuit, and of every other what
 it wrote on the corrupted prompt:
@@ -14,6 +15,13 @@ it wrote on the corrupted prompt:
 
 Layers are recomputed in order, so all edges kept is the clean pass, none the corrupted one. A circuit of nodes keeps all edges
 out of them.
+
+*Without a part.* Instead of another prompt, the corrupted run may be that of the same tokens in which nobody reads some of
+them: their keys and values are hidden, and the others keep their positions. The two runs then differ in what heads read, not
+in the embedding. A hidden token is there for the readers of keys whose edge from the embedding is kept, and for no other: all
+edges kept is the clean pass, and none that corrupted run. What hidden tokens write is what they write there. The estimate of
+such an edge is the derivative by how far they are there, from 0 (z of a head as if they were hidden) to 1 (as if they were
+not); EAP-IG's path leads from 0 to 1 for all heads at once.
 
 *Estimates.* How much the metric falls when the edge alone is cut, to first order: (y_w - y'_w) . g_r, with g_r the gradient of
 the metric at the reader's input, summed over positions, and the mean over pairs. EAP takes the gradient at the clean prompt,

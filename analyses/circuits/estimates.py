@@ -15,6 +15,7 @@ from kvlens import KVLensError, KVModel
 from kvlens.checks import Within, checked
 from kvlens.errors import brief
 from kvlens.texts import token_texts
+from kvlens.units import By
 
 from ..declaration import Columns, Field, Option, analysis, tokens_field
 from ..logit_attribution import NO_HEAD
@@ -265,7 +266,7 @@ class Circuit:
 
     @torch.no_grad()
     def _measured(self, pairs: Pairs, circuits: Sequence[Bool[Tensor, "writer reader"]]) -> Float[Tensor, "circuit pair"]:
-        other, found = Pass(self.model, self.graph, pairs.first), dict[bytes, Tensor]()
+        other, found = Pass(self.model, self.graph, pairs.first, pairs.hidden), dict[bytes, Tensor]()
         other.logits(pairs.corrupted, 1)
         keys = [kept.numpy().tobytes() for kept in circuits]
         for key, kept in zip(keys, circuits, strict=True):
@@ -302,9 +303,10 @@ def _name(layer: int, head: int, n_layers: int) -> str:
 def circuit(
     model: KVModel,
     prompt: Any,
-    corrupted: Any,
-    metric: CircuitMetric | AnswerAndRival,
+    corrupted: Any = None,
+    metric: CircuitMetric | AnswerAndRival | None = None,
     *,
+    without: By | Sequence[By] | None = None,
     method: Literal["eap", "eap_ig"] = "eap_ig",
     steps: Annotated[int, Within(1)] = 5,
     confirm: Annotated[int, Within(0)] = 0,
@@ -313,13 +315,15 @@ def circuit(
     """Estimate how much every edge between the parts of a model carries of the difference between pairs of prompts.
 
     Args:
-        model: any whose heads and MLPs add to the residual stream what they read of it, normalized before or not at all.
+        model: any whose heads and MLPs add to the residual stream what they read of it, through norms or none.
         prompt: the clean prompts, each a string, a chat or tokens; one of them, a sequence, or tokens [pair, pos].
         corrupted: as many, each as long as its clean one.
         metric: answers and rivals, whose difference in logits behind each prompt is measured; or a function of the logits
             [pair, pos, d_vocab] that returns [pair], for pairs that all have the same length.
+        without: instead of corrupted prompts, what of each prompt is hidden in the corrupted run: strings that occur in it or
+            ranges of tokens (start, stop); or a list of those for each prompt. The other tokens keep their positions.
         method: ``eap`` or ``eap_ig``.
-        steps: of the path between the two embeddings, for ``eap_ig``.
+        steps: of the path between the two embeddings, or from hidden tokens to those that are there, for ``eap_ig``.
         confirm: how many edges, those with the largest estimates (without sign), are run, each cut alone.
         size: how many edges are kept, as by :meth:`Circuit.keep`; None for all.
 
@@ -329,13 +333,15 @@ def circuit(
         {columns}
 
     Raises:
-        KVLensError: lengths or numbers of prompts that differ, a metric that is not one finite number for each pair, a model
-            whose norms are elsewhere.
+        KVLensError: lengths or numbers of prompts that differ, a metric that is not one finite number for each pair, a part
+            that does not occur or holds the last token, a model in which something else stands between nodes.
     """
     _check_model(model)
     graph = Graph(model)
-    batches = read_pairs(model, graph, prompt, corrupted, metric)
-    if not explains_the_model(model, graph, batches[0].clean[:1], batches[0].corrupted[:1]):
+    batches = read_pairs(model, graph, prompt, corrupted, metric, without)
+    first, hidden = batches[0], None if batches[0].hidden is None else batches[0].hidden[:1]
+    passes = Pass(model, graph), Pass(model, graph, hidden=hidden)
+    if not explains_the_model(model, graph, *passes, (first.clean[:1], first.corrupted[:1])):
         raise _no_circuit(model, "something else stands between heads, MLPs and the residual stream (such as a factor)")
     total = torch.zeros(graph.edges.shape, dtype=torch.float64)
     by_position = torch.zeros(len(graph.writers), max(pairs.clean.shape[1] for pairs in batches), dtype=torch.float64)
@@ -380,17 +386,19 @@ def _estimates(
     model: KVModel, graph: Graph, pairs: Pairs, steps: int
 ) -> tuple[Float[Tensor, "writer reader"], Float[Tensor, "writer pos"]]:
     """Sums of (y_w - y'_w) . g_r over the pairs: over all positions, and over all readers."""
-    ours, theirs = Pass(model, graph, pairs.first), Pass(model, graph, pairs.first)
+    ours, theirs = Pass(model, graph, pairs.first), Pass(model, graph, pairs.first, pairs.hidden)
     with torch.no_grad():
         theirs.logits(pairs.corrupted, 1)
         ours.logits(pairs.clean, 1)
     gradients: list[tuple[slice, Tensor]] = []
+    presence = torch.zeros(len(graph.readers), dtype=torch.float64)
     for k in range(1, steps + 1):
-        ran = GradientPass(model, graph, pairs.first)
+        ran = GradientPass(model, graph, pairs.first, pairs.hidden, k / steps)
         with torch.enable_grad():
             at = torch.lerp(theirs.embedded, ours.embedded, k / steps).requires_grad_()
             value = pairs.value(ran.logits(pairs.clean, pairs.n_last, at)).sum()
-        found = ran.gradients(value)
+        found, of_presence = ran.gradients(value)
+        presence += of_presence / steps
         gradients = [(some, a.add_(b)) for (some, a), (_, b) in zip(gradients, found, strict=True)] if gradients else found
     difference, sums = ours.written - theirs.written, torch.zeros(graph.edges.shape, dtype=torch.float64)
     by_position = torch.zeros(len(graph.writers), pairs.clean.shape[1], dtype=torch.float64)
@@ -399,6 +407,8 @@ def _estimates(
         sums[:n, some] = (difference[:n].flatten(1) @ gradient.flatten(1).T).double().cpu() / steps
         of_nodes = torch.einsum("wipd,ipd->wp", difference[:n], gradient.sum(dim=0)).double().cpu() / steps
         by_position[:n, pairs.first :] += of_nodes
+    sums[0] += presence
+    by_position[0, pairs.first] += presence.sum()
     return sums, by_position
 
 
@@ -461,7 +471,12 @@ def faithfulness(
     EDGES,
     "which heads and MLPs read which others where two prompts differ: all edges, by attribution",
     of=circuit,
-    inputs={"corrupted": tokens_field("corrupted", prepend_bos=True), "answer": Field("answer"), "rival": Field("rival")},
+    inputs={
+        "corrupted": tokens_field("corrupted", prepend_bos=True, required=False),
+        "without": Field("without", lambda model, value: [value] if isinstance(value, str) else value, required=False),
+        "answer": Field("answer"),
+        "rival": Field("rival"),
+    },
     options={
         "method": Option("of the estimates", choices=("eap", "eap_ig")),
         "steps": Option("between the two prompts, for eap_ig"),
@@ -472,20 +487,23 @@ def faithfulness(
 def edges_of_a_record(
     model: KVModel,
     prompt: Tensor,
-    corrupted: Tensor,
-    answer: Any,
-    rival: Any,
+    corrupted: Tensor | None = None,
+    without: By | None = None,
+    answer: Any = None,
+    rival: Any = None,
     *,
     method: Literal["eap", "eap_ig"] = "eap_ig",
     steps: int = 5,
     confirm: int = 0,
     size: int | None = None,
 ) -> pd.DataFrame:
-    """All edges for one pair of prompts.
+    """All edges for one pair of prompts, or for a prompt and the same without a part.
 
     Returns:
         One row per edge, the largest estimates (without sign) first:
 
         {columns}
     """
-    return circuit(model, prompt, corrupted, (answer, rival), method=method, steps=steps, confirm=confirm, size=size).edges
+    without = without if corrupted is None else None  # which other analyses of the same records read
+    options: dict[str, Any] = dict(without=without, method=method, steps=steps, confirm=confirm, size=size)
+    return circuit(model, prompt, corrupted, (answer, rival), **options).edges

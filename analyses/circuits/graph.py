@@ -79,7 +79,7 @@ class Graph:
 
     def pruned(self, kept: Bool[Tensor, "writer reader"]) -> Bool[Tensor, "writer reader"]:
         """The kept edges on a way from the embedding to the logits, all of which is kept; no other changes what a circuit
-        computes."""
+        computes, but for the scale of a norm behind heads."""
         kept, reached = kept.clone(), torch.zeros(len(self.writers), dtype=torch.bool)
         for writer in range(len(self.writers)):
             reached[writer] = writer == 0 or bool(kept[:, self.feeds[writer]].any())

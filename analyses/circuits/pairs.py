@@ -4,12 +4,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens import KVLensError, KVModel
+from kvlens.chat import prompt_layout
 from kvlens.errors import brief
 from kvlens.memory import NUMBERS_PER_PASS
+from kvlens.units import By, cut, positions_of
 
 from ..attribution.answers import answer_tokens
 from ..sequences import prompt_sequence
@@ -21,17 +23,22 @@ AnswerAndRival = tuple[Any, Any]
 
 
 class Pairs(NamedTuple):
-    """Pairs of prompts of one length, and what is measured on their logits at the last ``n_last`` positions (None: all)."""
+    """Pairs of prompts of one length, and what is measured on their logits at the last ``n_last`` positions (None: all).
+
+    With tokens that are ``hidden`` in them, corrupted prompts are the clean ones without these.
+    """
 
     clean: Int[Tensor, "pair pos"]
     corrupted: Int[Tensor, "pair pos"]
     metric: CircuitMetric
     n_last: int | None
+    hidden: Bool[Tensor, "pair pos"] | None = None
 
     @property
     def first(self) -> int:
         """The first position at which clean and corrupted prompts differ: before it, every node writes the same."""
-        return int((self.clean != self.corrupted).any(dim=0).int().argmax())
+        differs = self.clean != self.corrupted if self.hidden is None else self.hidden
+        return int(differs.any(dim=0).int().argmax())
 
     def value(self, logits: Float[Tensor, "pair n_last d_vocab"]) -> Float[Tensor, " pair"]:
         """The metric; raise KVLensError unless it is one finite number for each pair."""
@@ -43,28 +50,28 @@ class Pairs(NamedTuple):
         return value
 
 
-def read_pairs(model: KVModel, graph: Graph, prompt: Any, corrupted: Any, metric: Any) -> list[Pairs]:
+def read_pairs(
+    model: KVModel, graph: Graph, prompt: Any, corrupted: Any, metric: Any, without: By | Sequence[By] | None = None
+) -> list[Pairs]:
     """Pairs of prompts in batches of one length, as many at once as fit.
 
     Raises:
         KVLensError: as :func:`circuit`.
     """
-    prompts = [_prompts(model, name, given) for name, given in (("prompt", prompt), ("corrupted", corrupted))]
-    if len(prompts[0]) != len(prompts[1]):
-        raise KVLensError(f"corrupted: expected a prompt for each of {len(prompts[0])} clean ones, got {len(prompts[1])}")
-    lengths = [len(prompt) for prompt in prompts[0]]
-    for number, (n, other) in enumerate(zip(lengths, prompts[1], strict=True)):
-        if n != len(other):
-            raise KVLensError(
-                f"corrupted: prompt {number} has {len(other)} tokens, and its clean one {n}; replace words by others of as "
-                "many tokens"
-            )
+    if (corrupted is None) == (without is None):
+        given = "neither" if without is None else "both"
+        raise KVLensError(f"corrupted, without: expected corrupted prompts, or what the clean ones are without, got {given}")
+    clean = _prompts(model, "prompt", prompt)
+    others = clean if corrupted is None else _prompts(model, "corrupted", corrupted)
+    _check_lengths(clean, others)
+    hidden = None if without is None else [_hidden(model, tokens, by) for tokens, by in _each(clean, without)]
+    lengths = [len(tokens) for tokens in clean]
     if callable(metric):
         if len(set(lengths)) > 1:
             raise KVLensError(
                 f"metric: a function takes prompts of one length, got {sorted(set(lengths))}; pass (answers, rivals)"
             )
-        return [Pairs(torch.stack(prompts[0]), torch.stack(prompts[1]), metric, None)]
+        return [Pairs(torch.stack(clean), torch.stack(others), metric, None, None if hidden is None else torch.stack(hidden))]
     answers, rivals = _answers(model, metric, len(lengths))
     found = []
     for length in sorted(set(lengths)):
@@ -72,9 +79,36 @@ def read_pairs(model: KVModel, graph: Graph, prompt: Any, corrupted: Any, metric
         same = torch.tensor([i for i, n in enumerate(lengths) if n == length])
         for rows in same.split(max(1, 2 * NUMBERS_PER_PASS // numbers)):
             measure = logit_difference(answers[rows], rivals[rows])
-            clean, other = (torch.stack([of[i] for i in rows.tolist()]) for of in prompts)
-            found.append(Pairs(clean, other, measure, 1))
+            some = [None if of is None else torch.stack([of[i] for i in rows.tolist()]) for of in (clean, others, hidden)]
+            found.append(Pairs(some[0], some[1], measure, 1, some[2]))
     return found
+
+
+def _check_lengths(clean: Sequence[Tensor], others: Sequence[Tensor]) -> None:
+    if len(clean) != len(others):
+        raise KVLensError(f"corrupted: expected a prompt for each of {len(clean)} clean ones, got {len(others)}")
+    for number, (tokens, other) in enumerate(zip(clean, others, strict=True)):
+        if len(tokens) != len(other):
+            raise KVLensError(
+                f"corrupted: prompt {number} has {len(other)} tokens, and its clean one {len(tokens)}; replace words by others "
+                "of as many tokens"
+            )
+
+
+def _each(clean: Sequence[Tensor], without: Any) -> list[tuple[Tensor, By]]:
+    """Every prompt, and what it is without: the same for all, or one list for each."""
+    if not all(isinstance(one, list) for one in without):
+        return [(tokens, without) for tokens in clean]
+    if len(without) != len(clean):
+        raise KVLensError(f"without: expected one list for all prompts, or one for each of {len(clean)}, got {len(without)}")
+    return list(zip(clean, without, strict=True))
+
+
+def _hidden(model: KVModel, tokens: Int[Tensor, " pos"], by: By) -> Bool[Tensor, " pos"]:
+    hidden = positions_of(cut(model, prompt_layout(model, tokens), by), len(tokens)).any(dim=0)
+    if bool(hidden[-1]):
+        raise KVLensError("without: the last token reads the others, and what is measured stands behind it; leave it there")
+    return hidden
 
 
 def _prompts(model: KVModel, name: str, given: Any) -> list[Int[Tensor, " pos"]]:

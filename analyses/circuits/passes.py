@@ -1,6 +1,6 @@
 """Passes in which every reader may have an input of its own, by hooks; the residual stream itself flows on as it is."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -63,6 +63,11 @@ def layers_to_hook(model: KVModel) -> list[Layer]:
 class Pass:
     """A pass of the model that notes what every node writes, from position ``first`` on.
 
+    Where tokens are ``hidden``, each pair is read in two rows, which are alike but that nobody reads those tokens in the
+    second; their positions stay. z of every head is then, in both,
+
+        z = z_hidden + presence (z_there - z_hidden)
+
     Attributes:
         written: by every writer.
         embedded: the stream before the first layer, at every position.
@@ -70,8 +75,8 @@ class Pass:
         last: the stream behind the last layer.
     """
 
-    def __init__(self, model: KVModel, graph: Graph, first: int = 0):
-        self.model, self.graph, self.first, self.layers = model, graph, first, layers_to_hook(model)
+    def __init__(self, model: KVModel, graph: Graph, first: int = 0, hidden: Bool[Tensor, "pair pos"] | None = None):
+        self.model, self.graph, self.first, self.hidden, self.layers = model, graph, first, hidden, layers_to_hook(model)
         self.written, self.embedded, self.last, self.by_nobody = *(torch.empty(0) for _ in range(3)), torch.zeros(())
         self._stream: Tensor
         self._read_by_mlp: Tensor
@@ -81,18 +86,36 @@ class Pass:
     ) -> Float[Tensor, "pair n_last d_vocab"]:
         """The logits at the last positions, all of them by default; ``embedded`` takes the place of the tokens' embedding."""
 
+        n = n_last or tokens.shape[1]
+
         def start(x: Tensor) -> Tensor:
-            self.embedded = x = x if embedded is None else embedded
-            self.written = x.new_empty(len(self.graph.writers), *x[:, self.first :].shape)
-            self.write(self.graph.wrote[EMBEDDING, "mlp"], x[None])
-            return x
+            self.embedded = self.first_rows(x) if embedded is None else embedded
+            self.written = x.new_empty(len(self.graph.writers), *self.embedded[:, self.first :].shape)
+            self.write(self.graph.wrote[EMBEDDING, "mlp"], self.embedded[None])
+            return self.all_rows(self.embedded)
 
         with ExitStack() as stack:
             _on(stack, self.layers[0].before, start)
             for layer in self.layers:
                 self._hook(stack, layer)
             _on(stack, self.layers[-1].block.after, self.read_last)
-            return self.model.logits_on(tokens, n_last or tokens.shape[1])
+            if self.hidden is None:
+                return self.model.logits_on(tokens, n)
+            kept = torch.cat([torch.ones_like(self.hidden), ~self.hidden])[:, :-1]
+            tokens = self.all_rows(tokens)
+            return self.first_rows(self.model.logits_on(tokens[:, -1:], n, before=tokens[:, :-1], kept=kept))
+
+    def first_rows(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Those of the pairs themselves."""
+        return x.chunk(2, dim=dim)[0] if self.hidden is not None else x
+
+    def all_rows(self, x: Tensor, dim: int = 0) -> Tensor:
+        """As often as there are rows."""
+        return torch.cat([x, x], dim=dim) if self.hidden is not None else x
+
+    def presence(self, layer: Layer) -> Float[Tensor, " kv_head"]:
+        """How far hidden tokens are there for the heads that share keys, 0 to 1: here for none."""
+        return torch.zeros(len(layer.weights["k"]))
 
     def read_heads(self, layer: Layer, x: str, value: Float[Tensor, "pair pos head d_head"]) -> Tensor | None:
         """Queries, keys or values, if they are to be others."""
@@ -104,7 +127,7 @@ class Pass:
 
     def read_last(self, stream: Tensor) -> Tensor | None:
         """The input of the final norm, if it is to be another."""
-        self.last = stream
+        self.last = self.first_rows(stream)
         return None
 
     def write(self, at: slice, outputs: Written) -> None:
@@ -126,16 +149,22 @@ class Pass:
             changed = self.read_mlp(layer, stream.view_as(self._stream), args[0])
             return None if changed is None else (changed.reshape(args[0].shape), *args[1:])
 
-        def see_heads(z: Tensor) -> None:
+        def see_heads(z: Tensor) -> Tensor | None:
             form = block.parts[0].attention_points()["z"][1]
-            heads[:] = [torch.einsum("bphd,hdm->hbpm", z if form is None else form(z), layer.output_weights)]
+            by_head = self._mixed(layer, z if form is None else form(z))
+            heads[:] = [torch.einsum("bphd,hdm->hbpm", self.first_rows(by_head), layer.output_weights)]
             if layer.behind is None:
                 self.write(self.graph.wrote[number, "z"], heads.pop())
+            return by_head.reshape(z.shape) if self.hidden is not None else None
 
         def see_behind(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-            written = layer.written_by_heads(heads.pop(), args[0], out)
+            whole, out = self.first_rows(args[0]), self.first_rows(out)
+            written = layer.written_by_heads(heads.pop(), whole, out)
             self.by_nobody = self.by_nobody.to(out) + (out - written.sum(dim=0)).detach()
             self.write(self.graph.wrote[number, "z"], written)
+
+        def see_mlp(y: Tensor) -> None:
+            self.write(self.graph.wrote[number, "mlp"], self.first_rows(y.reshape(self._stream.shape))[None])
 
         _on(stack, layer.before, note_stream)
         for x, point in layer.points.items():
@@ -148,7 +177,14 @@ class Pass:
         if layer.norms.before_mlp not in (None, layer.norms.before_heads):
             stack.callback(layer.norms.before_mlp.register_forward_pre_hook(note_read).remove)
         stack.callback(block.mlp_in.register_forward_pre_hook(change_mlp).remove)
-        _on(stack, block.mlp, lambda y: self.write(self.graph.wrote[number, "mlp"], y.reshape(1, *self._stream.shape)))
+        _on(stack, block.mlp, see_mlp)
+
+    def _mixed(self, layer: Layer, z: Float[Tensor, "row pos head d_head"]) -> Tensor:
+        if self.hidden is None:
+            return z
+        there, hidden = z.chunk(2)
+        presence = self.presence(layer).to(z)
+        return self.all_rows(hidden + presence.repeat_interleave(z.shape[2] // len(presence))[:, None] * (there - hidden))
 
     def _changed_heads(self, layer: Layer, x: str, value: Tensor) -> Tensor | None:
         n = self.graph.at[layer.number, x].stop - self.graph.at[layer.number, x].start
@@ -167,11 +203,24 @@ def _on(stack: ExitStack, module: nn.Module, see: Callable[[Tensor], Tensor | No
 
 
 class GradientPass(Pass):
-    """A pass behind which the gradients of a value at every reader's input are found."""
+    """A pass behind which the gradients of a value at every reader's input are found.
 
-    def __init__(self, model: KVModel, graph: Graph, first: int = 0):
-        super().__init__(model, graph, first)
+    Attributes:
+        share: how far hidden tokens are there, for all heads.
+    """
+
+    def __init__(
+        self, model: KVModel, graph: Graph, first: int = 0, hidden: Bool[Tensor, "pair pos"] | None = None, share: float = 1.0
+    ):
+        super().__init__(model, graph, first, hidden)
+        self.share, self._presence = share, dict[int, Tensor]()
         self._read: list[tuple[Layer | None, str, Tensor, Tensor]] = []
+
+    def presence(self, layer: Layer) -> Tensor:
+        """Likewise."""
+        n = len(layer.weights["k"])
+        self._presence[layer.number] = found = self.embedded.new_full((n,), self.share).requires_grad_()
+        return found
 
     def read_heads(self, layer: Layer, x: str, value: Tensor) -> Tensor:
         """Note where a gradient is asked for: what is returned is read on."""
@@ -187,20 +236,28 @@ class GradientPass(Pass):
         """Likewise."""
         self._read.append((None, "logits", stream, stream))
 
-    def gradients(self, value: Float[Tensor, ""]) -> list[tuple[slice, Float[Tensor, "reader pair pos d_model"]]]:
-        """Of readers that read together, which they are, and the gradients at their inputs."""
-        found, points = [], [point for *_, point in self._read]
-        for (layer, x, stream, _), gradient in zip(
-            self._read, torch.autograd.grad(value, points, materialize_grads=True), strict=True
-        ):
-            stream, gradient = stream[:, self.first :], gradient[:, self.first :]
+    def gradients(
+        self, value: Float[Tensor, ""]
+    ) -> tuple[list[tuple[slice, Float[Tensor, "reader pair n_last d_model"]]], Float[Tensor, " reader"]]:
+        """Of readers that read together, which they are, and the gradients at their inputs; and those of the presence of hidden
+        tokens for the readers of keys."""
+        points, n_read = [point for *_, point in self._read], len(self._read)
+        wanted = [*points, *self._presence.values()]
+        gradients = torch.autograd.grad(value, wanted, materialize_grads=True)
+        found, presence = [], torch.zeros(len(self.graph.readers), dtype=torch.float64)
+        for number, gradient in zip(self._presence, gradients[n_read:], strict=True):
+            presence[self.graph.at[number, "k"]] = gradient.double().cpu()
+        for (layer, x, stream, _), of_rows in zip(self._read, gradients[:n_read], strict=True):
+            stream = self.first_rows(stream)[:, self.first :]
+            gradient = of_rows[:, self.first :]
+            gradient = sum(gradient.chunk(2)) if self.hidden is not None else gradient
             if layer is None:
                 found.append((self.graph.at[self.model.cfg.n_layers, x], gradient[None]))
                 continue
             weights = None if x == "mlp" else layer.weights[x]
             by_reader = gradient[None] if weights is None else torch.einsum("bphd,hmd->hbpm", gradient, weights)
             found.append((self.graph.at[layer.number, x], _through_norm(layer, x, stream, by_reader)))
-        return found
+        return found, presence
 
 
 def _through_norm(layer: Layer, x: str, stream: Tensor, gradients: Float[Tensor, "reader pair pos d_model"]) -> Tensor:
@@ -210,15 +267,22 @@ def _through_norm(layer: Layer, x: str, stream: Tensor, gradients: Float[Tensor,
 
 
 class CircuitPass(Pass):
-    """A pass in which each reader sees, of the writers whose edge is cut, what these wrote on the corrupted prompt."""
+    """A pass in which each reader sees, of the writers whose edge is cut, what these wrote on the corrupted prompt.
+
+    Hidden tokens are there for the readers of keys whose edge from the embedding is kept.
+    """
 
     def __init__(self, model: KVModel, graph: Graph, kept: Bool[Tensor, "writer reader"], corrupted: Pass):
-        super().__init__(model, graph, corrupted.first)
+        super().__init__(model, graph, corrupted.first, corrupted.hidden)
         self.cut, self.corrupted, self._moved = graph.edges & ~kept, corrupted, dict[int, tuple[Tensor, Tensor]]()
 
     def write(self, at: slice, outputs: Written) -> None:
         """Note how far they are from what was written on the corrupted prompt."""
         torch.sub(self.corrupted.written[at], outputs[:, :, self.first :], out=self.written[at])
+
+    def presence(self, layer: Layer) -> Bool[Tensor, " kv_head"]:
+        """For each head of keys."""
+        return ~self.cut[0, self.graph.at[layer.number, "k"]]
 
     def seen(self, stream: Tensor, some: slice) -> tuple[Float[Tensor, "input pair n_last d_model"], Int[Tensor, " reader"]]:
         """What some readers see of the stream from ``first`` on, with (y'_w - y_w) of every writer that is cut: every input
@@ -226,7 +290,7 @@ class CircuitPass(Pass):
         n = self.graph.n_before[some.start]
         columns, which = self.cut[:n, some].unique(dim=1, return_inverse=True)
         changes = torch.tensordot(columns.T.to(self.written), self.written[:n], dims=1)
-        return changes.add_(stream[:, self.first :]), which
+        return self.all_rows(changes, dim=1).add_(stream[:, self.first :]), which
 
     def read_heads(self, layer: Layer, x: str, value: Tensor) -> Tensor:
         """Behind norm and projection, with what is changed of the stream."""
@@ -256,15 +320,18 @@ class CircuitPass(Pass):
 
 
 @torch.no_grad()
-def explains_the_model(
-    model: KVModel, graph: Graph, clean: Int[Tensor, "pair pos"], corrupted: Int[Tensor, "pair pos"]
-) -> bool:
+def explains_the_model(model: KVModel, graph: Graph, clean: Pass, corrupted: Pass, tokens: Sequence[Tensor]) -> bool:
     """Whether all that differs in the stream was written by nodes, and readers that see the corrupted prompt alone make its
-    logits of the clean one; up to some power of the dtype's precision, far above rounding."""
-    ours, theirs = Pass(model, graph), Pass(model, graph)
-    logits = [of.logits(tokens, 1) for of, tokens in ((ours, clean), (theirs, corrupted))][1]
-    none = CircuitPass(model, graph, torch.zeros_like(graph.edges), theirs).logits(clean, 1)
-    added = (ours.written - theirs.written).sum(dim=0) + ours.by_nobody - theirs.by_nobody
-    both = [(none, logits), (ours.last - theirs.last, added)]
+    logits of the clean one; up to some power of the dtype's precision, far above rounding.
+
+    Args:
+        model, graph: that are looked at.
+        clean, corrupted: passes that have not run.
+        tokens: those of the one and the other.
+    """
+    logits = [of.logits(each, 1) for of, each in zip((clean, corrupted), tokens, strict=True)][1]
+    none = CircuitPass(model, graph, torch.zeros_like(graph.edges), corrupted).logits(tokens[0], 1)
+    added = (clean.written - corrupted.written).sum(dim=0) + clean.by_nobody - corrupted.by_nobody
+    both = [(none, logits), (clean.last - corrupted.last, added)]
     bound = torch.finfo(logits.dtype).eps ** 0.4
     return all(float((a - b).double().norm()) <= bound * max(float(a.double().norm()), bound) for a, b in both)

@@ -322,7 +322,7 @@ def logits_on(
 ) -> Float[Tensor, "batch n_last d_vocab"]:
     """See :meth:`kvlens.KVModel.logits_on`.
 
-    With linear attention ``before`` is read into a state, in segments: its length costs no memory.
+    With linear attention ``before`` is read into a state, in segments: its length costs no memory. Hooks see one pass over all.
     """
     last, options = model.cfg.n_layers - 1, {}
 
@@ -336,7 +336,8 @@ def logits_on(
     hooks: list[Any] = [] if residuals is None else [(name, keep) for name in names]
     hooks.append((f"blocks.{last}.{model.blocks[last].cut_point()}", cut))
     n_before = 0 if before is None else before.shape[1]
-    if before is not None and n_before and model.cfg.attention == "linear" and not model.cfg.attention_variant:
+    by_state = model.cfg.attention == "linear" and not model.cfg.attention_variant and not has_hooks(model)
+    if before is not None and n_before and by_state:
         options["past_kv_cache"] = cache = model.empty_cache(len(text))
         mask = torch.ones_like(before) if kept is None else kept.to(before)
         with hidden_tokens_keep_positions(keeps_positions):

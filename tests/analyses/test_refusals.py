@@ -175,6 +175,10 @@ REFUSED = [
     lambda: analyses.attribution_by_head(linear(), PROMPT, TEXT, by=[(0, 7)], answer=5, positions="closed"),
     # circuits: pairs, what is measured on them, sizes
     lambda: circuit(prompt=[]),
+    lambda: circuit(corrupted=None),
+    lambda: circuit(without=[(1, 2)]),
+    lambda: circuit(metric=None),
+    *(lambda by=by: circuit(corrupted=None, without=by) for by in ([(5, 7)], [(1, 99)], [[(1, 2)]] * 3, [])),
     lambda: circuit(corrupted=PAIRS[:, :6]),
     lambda: circuit(corrupted=PAIRS[:1]),
     lambda: circuit(prompt=[PAIRS[0], PROMPT[:5]], corrupted=[PAIRS[1], PROMPT[:5]], metric=lambda x: x[:, -1, 0]),

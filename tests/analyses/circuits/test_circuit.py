@@ -16,7 +16,7 @@ from kvlens.analyses.circuits.passes import Pass
 from precision import LAW, relative_error
 from small_models import shared, sharp
 
-from kvlens import convert_prompt
+from kvlens import convert_prompt, counterfactuals, logits_after
 from kvlens.analyses import circuit, faithfulness
 
 MODELS = [
@@ -419,6 +419,68 @@ def test_pairs_of_several_lengths_are_those_of_each_length_and_a_function_measur
     assert relative_error(measure.estimates, longer.estimates) < LAW
     lengths = sorted(pairs.clean.shape[1] for pairs in found.batches)
     assert lengths == [5, 8] and not any(point.has_hooks() for point in model.hook_dict.values())
+
+
+PART = [(2, 4), (5, 6)]
+WITHOUT = ["softmax, learned", "softmax, norms behind heads", "softmax, shifted, grouped", "rope after", "gqa"]
+
+
+def without_part(model):
+    """The logits of the project's own way to take a part out."""
+    hidden = [counterfactuals(model, row[:-1], [PART], positions="kept") for row in CLEAN]
+    return torch.cat([logits_after(model, one, row[-1:], 1) for one, row in zip(hidden, CLEAN, strict=True)])
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_without_a_part_no_edge_is_the_run_in_which_nobody_reads_it(name):
+    model = shared(name)
+    found = circuit(model, CLEAN, None, (ANSWERS, RIVALS), without=PART)
+    whole, empty, half = found.measured(found.graph.edges, torch.zeros_like(found.kept), found.keep(40).kept)
+    last = without_part(model)[:, -1]
+    assert relative_error(whole, differences(model, CLEAN)) < LAW
+    assert relative_error(empty, last[range(3), ANSWERS] - last[range(3), RIVALS]) < LAW
+    assert (whole - empty).abs().min() > 1e-3 and (half - empty).abs().min() > 1e-5
+    of_embedding = found.edges.query("writer == 'embedding' and input != 'k'")["estimate"]
+    assert (of_embedding == 0).all() and (found.estimates[0].abs() > 1e-5).sum() >= 4
+    assert relative_error(found.by_position.sum(dim=1), found.estimates.sum(dim=1)) < LAW
+    dangling = torch.rand(found.kept.shape, generator=torch.Generator().manual_seed(2)) < 0.2
+    unpruned, pruned = found.measured(dangling & found.graph.edges, found.graph.pruned(dangling & found.graph.edges))
+    assert relative_error(pruned, unpruned) < LAW or name in BEHIND  # whose heads share a scale
+
+
+@pytest.mark.parametrize(("name", "group"), [("softmax, learned", 1), ("softmax, rotary, grouped", 2)])
+def test_a_part_is_hidden_from_the_heads_whose_edge_from_the_embedding_is_cut(name, group):
+    """Scores of its keys are then -inf, and the estimate is the slope of the metric as z moves there."""
+    model, share = shared(name), 1e-4
+    found = circuit(model, CLEAN, None, everything, without=PART, method="eap")
+    every = model.run_with_cache(CLEAN)[1]["blocks.0.attn.hook_v"].repeat_interleave(group, dim=2)
+    hidden = torch.zeros(8, dtype=torch.bool)
+    for start, stop in PART:
+        hidden[start:stop] = True
+
+    def run(head, share):
+        seen = {}
+
+        def pattern(p, hook):
+            seen["z"] = p.masked_fill(hidden, 0)
+            return p
+
+        def z(z, hook):
+            p = (seen["z"] / seen["z"].sum(dim=-1, keepdim=True))[:, head]
+            z[:, :, head] = torch.lerp(z[:, :, head], torch.einsum("bhqk,bkhd->bqhd", p, every[:, :, head]), share)
+            return z
+
+        return everything(
+            model.run_with_hooks(CLEAN, fwd_hooks=[("blocks.0.attn.hook_pattern", pattern), ("blocks.0.attn.hook_z", z)])
+        )
+
+    for kv_head in (0, 2):
+        heads = [kv_head * group + i for i in range(group)]
+        kept, where = found.graph.edges.clone(), places(found)["embedding", f"0.{kv_head}", "k"]
+        kept[where] = False
+        assert relative_error(found.measured(kept)[0], run(heads, 1.0)) < LAW
+        slope = (run(heads, -share) - run(heads, share)).mean() / (2 * share)
+        assert float(found.estimates[where]) == pytest.approx(float(slope), rel=1e-6)
 
 
 def test_under_a_bias_it_is_the_circuit_behind_its_prompt():
