@@ -312,6 +312,7 @@ class Analysis:
         inputs: argument -> `Field` that it is read from.
         options: argument -> `Option`; its default is that of the argument.
         check_model: raises KVLensError, before any prompt is run, for a model that lacks what the analysis needs.
+        cost: how often it reads prompt and text.
 
     Raises:
         TypeError: the function does not take an input or option, or an option has no default.
@@ -324,6 +325,7 @@ class Analysis:
     inputs: Mapping[str, Field] = field(default_factory=dict)
     options: Mapping[str, Option] = field(default_factory=dict)
     check_model: Callable[[Any], None] = _takes_any
+    cost: str = ""
 
     def __post_init__(self) -> None:
         parameters = inspect.signature(self.function).parameters
@@ -378,11 +380,12 @@ def analysis(
     inputs: Mapping[str, Field] | None = None,
     options: Mapping[str, Option] | None = None,
     check_model: Callable[[Any], None] = _takes_any,
+    cost: str = "",
 ) -> Callable[[Function], Function]:
     """Decorator that declares a function as an analysis of its name, and writes the table of its columns into its docstring.
 
     Args:
-        columns, summary, options, check_model: as in `Analysis`.
+        columns, summary, options, check_model, cost: as in `Analysis`; the docstring says what it costs, too.
         of: the function of notebooks, where that of batches has other arguments: it gives the name.
         inputs: arguments other than ``prompt``, ``text``, ``answer`` and ``rival``, or other `Field`s for these.
 
@@ -402,7 +405,12 @@ def analysis(
             {name: known[name] for name in order if name in known},
             options or {},
             check_model,
+            cost,
         )
+        if cost:
+            named.__doc__ = (
+                f"{(named.__doc__ or '').rstrip()}\n\n{textwrap.indent(textwrap.fill(f'Cost: {cost}.', 120), '    ')}\n    "
+            )
         return function
 
     return declare

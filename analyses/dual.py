@@ -69,6 +69,7 @@ LOSSES = Columns(
 @analysis(
     LOSSES,
     "every head as one step of representation learning: the size of the step, and its share of the output",
+    cost="the prompt once",
     options={
         "n_demonstrations": Option("number of tokens from the start that are demonstrations of every query", value_type=int),
         "cosines": Option("whether to compute the cosines, which take most of the time"),
@@ -139,6 +140,7 @@ DEMONSTRATIONS = Columns(
 @analysis(
     DEMONSTRATIONS,
     "the contribution of each token before a query to every head's step there",
+    cost="the prompt once",
     options={
         "query_pos": Option("the query's position; negative ones count from the end"),
         "n_demonstrations": Option("number of tokens from the start that are demonstrations; all by default", value_type=int),
@@ -204,6 +206,7 @@ BOUND = Columns(
 @analysis(
     BOUND,
     "the terms of a head's generalization bound as demonstrations are added",
+    cost="the prompt once for each of n_steps sizes",
     options={
         "layer": Option("which layer"),
         "head": Option("which query head"),

@@ -421,6 +421,7 @@ def _check_model(model: KVModel) -> None:
 @analysis(
     COLUMNS,
     "embedding, attention from the text, attention from the bias, MLP: norms and logits of each part, by position",
+    cost="the prompt and the text once",
     of=layer_contributions,
     options={"per_head": Option("one row per head instead of one per layer")},
     check_model=_check_model,

@@ -154,7 +154,11 @@ EFFECTS = Columns(
 )
 
 
-@analysis(EFFECTS, "the effect of a prompt on the predictions on a text, and whether its conversion has the same effect")
+@analysis(
+    EFFECTS,
+    "the effect of a prompt on the predictions on a text, and whether its conversion has the same effect",
+    cost="the prompt and the text three times",
+)
 @checked
 @torch.no_grad()
 def prompt_effect(
@@ -232,7 +236,11 @@ ERRORS = Columns(
 )
 
 
-@analysis(ERRORS, "how exactly a converted prompt replaces the prompt: the logits on a text, both ways, position by position")
+@analysis(
+    ERRORS,
+    "how exactly a converted prompt replaces the prompt: the logits on a text, both ways, position by position",
+    cost="the prompt and the text four times, two of these in float64",
+)
 @checked
 @torch.no_grad()
 def conversion_error(
@@ -301,7 +309,11 @@ DEPTHS = Columns(
 )
 
 
-@analysis(DEPTHS, "the effect of a prompt on each next token at each depth (logit lens)")
+@analysis(
+    DEPTHS,
+    "the effect of a prompt on each next token at each depth (logit lens)",
+    cost="the prompt and the text twice, and the unembedding once for each layer",
+)
 @checked
 @torch.no_grad()
 def prompt_by_depth(

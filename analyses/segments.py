@@ -12,7 +12,6 @@ where a layer has no such head. Tables have rows for the heads that exist.
 
 import contextlib
 import math
-import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -22,10 +21,10 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from kvlens import HookedKVTransformer, KVModel, run_in_segments
 from kvlens.model import heads_per_layer
+from kvlens.terminal import progress_bar
 
 OnProgress = Callable[[float], None]
 Found = Mapping[str, Tensor]
@@ -39,8 +38,6 @@ PER_TEXT = ("hook_v_shift_coef", "hook_last_v")
 """Hook points without positions; ``hook_last_v`` fires only in the first segment."""
 Z = "hook_z"
 """The last hook point of a layer's attention: when it fires, the others have."""
-BAR_AFTER = 2.0
-"""Seconds after which a running pass shows a progress bar."""
 
 
 _LISTENER: ContextVar[OnProgress | None] = ContextVar("listener", default=None)
@@ -200,24 +197,14 @@ class PromptColumns:
 
 
 @contextlib.contextmanager
-def terminal_bar(what: str) -> Iterator[Any]:
-    """A bar from 0 to 1, on a terminal or in a notebook, that appears after some seconds and is removed at the end."""
-    shape = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
-    in_notebook = any(base.__name__ == "tqdm_notebook" for base in tqdm.__mro__)
-    hidden = True if multiprocessing.parent_process() else False if in_notebook else None  # None: without a terminal
-    with tqdm(total=1.0, desc=what, bar_format=shape, leave=False, disable=hidden, delay=BAR_AFTER) as bar:
-        yield bar
-
-
-@contextlib.contextmanager
 def progress(what: str) -> Iterator[OnProgress]:
-    """What an analysis calls with the fraction done: it moves a :func:`terminal_bar`, or is that of :func:`telling`."""
+    """What an analysis calls with the fraction done: it moves a bar, or is that of :func:`telling`."""
     listener = _LISTENER.get()
     if listener is not None:
         yield listener
         return
-    with terminal_bar(what) as bar:
-        yield lambda done: bar.update(done - bar.n) and None
+    with progress_bar(what) as bar:
+        yield lambda done: bar(what, done)
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ HALF_LIVES = Columns(
 )
 
 
-@analysis(MEMORY, "how much of each prompt token remains in the states of recurrent layers")
+@analysis(MEMORY, "how much of each prompt token remains in the states of recurrent layers", cost="the prompt once")
 @on_its_front_ends
 @checked
 @torch.no_grad()
@@ -93,6 +93,7 @@ def state_memory(model: KVModel, prompt: str | Int[Tensor, "*one_prompt pos"]) -
 @analysis(
     ERASURE,
     "how much of an earlier prompt (field earlier) a prompt erases from the states of recurrent layers",
+    cost="both prompts once",
     inputs={"earlier": tokens_field("earlier", prepend_bos=True), "prompt": tokens_field("prompt", prepend_bos=False)},
 )
 @on_its_front_ends
@@ -135,7 +136,11 @@ def state_erasure(
     return pd.concat(frames, ignore_index=True)
 
 
-@analysis(HALF_LIVES, "how many tokens it takes the decays of recurrent layers to halve what a state holds, by channel")
+@analysis(
+    HALF_LIVES,
+    "how many tokens it takes the decays of recurrent layers to halve what a state holds, by channel",
+    cost="the prompt once",
+)
 @on_its_front_ends
 @checked
 @torch.no_grad()

@@ -9,6 +9,7 @@ import signal
 import sys
 import textwrap
 import threading
+import time
 import unicodedata
 import warnings
 from collections.abc import Iterable, Iterator
@@ -19,7 +20,7 @@ from kvlens.errors import KVLensError, nearest
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
+    from tqdm.auto import tqdm
 
 INTERRUPTED, TERMINATED = 130, 143
 WIDTH = 80
@@ -173,36 +174,50 @@ def make_console(*, stderr: bool = False) -> "Console":
     return console
 
 
+BAR_AFTER, LINE_EVERY = 2.0, 30.0
+"""Seconds after which a bar shows, and between two lines where there is no terminal."""
+BAR = "{desc:<28} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
+
+
 class Bar:
-    """A progress bar: called with a description and the fraction done, it shows them."""
+    """How far something is: called with what it does and the fraction that is done."""
 
-    def __init__(self, bar: "Progress", first: str) -> None:
-        self._bar, self._task = bar, bar.add_task(first, total=None)  # pulses
+    def __init__(self, bar: "tqdm[Any]", *, lines: bool) -> None:
+        self._bar, self._lines, self._began = bar, lines, time.monotonic()
+        self._last = self._began
 
-    def __call__(self, text: str, done: float) -> None:
-        self._bar.update(self._task, description=text, completed=done, total=1.0)
+    def __call__(self, what: str, done: float) -> None:
+        self._bar.set_description_str(visible(what), refresh=False)
+        self._bar.update(done - self._bar.n)
+        now = time.monotonic()
+        if self._lines and now - self._last >= LINE_EVERY and done > 0:
+            left, self._last = self._bar.format_interval((now - self._began) * (1 - done) / done), now
+            print(f"{visible(what)}: {done:.0%}; about {left} left", file=sys.stderr, flush=True)
 
     def say(self, line: str) -> None:
         """Print a line above the bar, which stays."""
         if not self._bar.disable:
-            self._bar.console.print(visible(line), overflow="ellipsis", no_wrap=True)
+            self._bar.write(textwrap.shorten(visible(line), WIDTH, placeholder="…"), file=sys.stderr)
 
 
 @contextmanager
-def progress_bar(first: str) -> Iterator[Bar]:
-    """A bar on stderr that vanishes when done; nothing at all where stderr is no terminal. It pulses until it is called.
+def progress_bar(what: str, *, after: float | None = None, shown: bool = True, lines: bool = True) -> Iterator[Bar]:
+    """A bar with the time that is left, on a terminal or in a notebook, which vanishes when done; none in a worker process.
 
     It is light, so that it shows while torch is imported.
-    """
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    console = make_console(stderr=True)
-    columns = (
-        TextColumn("{task.description:<28}", markup=False),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        yield Bar(bar, first)
+    Args:
+        what: is done at first.
+        after: seconds after which it shows; None for `BAR_AFTER`.
+        shown: False for nothing at all.
+        lines: where there is neither, print a line now and then, as for a script's log.
+    """
+    from tqdm.auto import tqdm
+
+    in_notebook = any(base.__name__ == "tqdm_notebook" for base in tqdm.__mro__)
+    hidden = not shown or multiprocessing.parent_process() is not None
+    places = dict(leave=False, bar_format=BAR, delay=BAR_AFTER if after is None else after)
+    width = None if in_notebook else min(WIDTH, shutil.get_terminal_size().columns - 1)
+    disable = True if hidden else False if in_notebook else None  # None: without a terminal
+    with tqdm(total=1.0, desc=what, disable=disable, ncols=width, **places) as bar:
+        yield Bar(bar, lines=lines and not hidden and bar.disable)

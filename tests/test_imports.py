@@ -31,13 +31,13 @@ PURE = {
 }
 PUBLIC = {
     "kvlens.arguments", "kvlens.bridge", "kvlens.chat", "kvlens.checks", "kvlens.dual", "kvlens.errors", "kvlens.kv_bias",
-    "kvlens.memory", "kvlens.model", "kvlens.texts", "kvlens.units",
+    "kvlens.memory", "kvlens.model", "kvlens.terminal", "kvlens.texts", "kvlens.units",
 }
 # fmt: on
 """In addition to what ``kvlens`` itself offers: what a bias is made of, the dual model, what arguments must be, errors with the
-nearest name, how much is held at once, what is read of a pass."""
-FOUNDATIONS = {"kvlens.files", "kvlens.files.parquet", "kvlens.terminal", "kvlens.zoo"}
-"""What a batch needs to write files that notice damage, to read a command line, and to know the name of a model."""
+nearest name, how much is held at once, what is read of a pass, the bar that shows how far one is."""
+FOUNDATIONS = {"kvlens.files", "kvlens.files.parquet", "kvlens.zoo"}
+"""What a batch needs to write files that notice damage, and to know the name of a model."""
 Sources = Mapping[str, tuple[str, bool]]
 """Source and whether it is a package, by the module's name."""
 

@@ -231,6 +231,7 @@ def _instead(new: Tensor, old: Tensor, hook: Any) -> Tensor:
 @analysis(
     COLUMNS,
     "between heads: which earlier heads' outputs change the queries, keys and values of later ones, path-patched",
+    cost="the prompt and the text, once whole and once without each unit; another pass of the text for each confirmed edge",
     inputs={"prompt": PROMPT_OR_CHAT},
     options={
         "by": BY,

@@ -55,6 +55,8 @@ WHOLE_PROMPT = -1
 @analysis(
     COLUMNS,
     "through which heads a sentence (word, token) of the prompt acts: parts of the bias swapped",
+    cost="the prompt twice, and without each unit; the text twice for each head and shift state, and that once more for "
+    "each unit",
     inputs={"prompt": PROMPT_OR_CHAT},
     options={
         "by": BY,
@@ -146,6 +148,8 @@ POSITIONS = Columns(
 @analysis(
     POSITIONS,
     "where in the prompt a sentence's content is read: single positions' keys and values swapped",
+    cost="for each unit, the prompt without it, and the text twice for every position of the prompt; as often again for "
+    "every layer with each_layer",
     inputs={"prompt": PROMPT_OR_CHAT},
     options={
         "by": BY,

@@ -153,6 +153,8 @@ COLUMNS = Columns(
 @analysis(
     COLUMNS,
     "which sentence (word, token) of the prompt made the model say it: effects of removing it, with a null",
+    cost="the prompt three times, and once without each unit from there on; the text three times, and twice for each "
+    "unit; about once more for each unit of the null",
     inputs={"prompt": PROMPT_OR_CHAT},
     options={
         "by": BY,

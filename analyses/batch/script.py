@@ -230,8 +230,9 @@ def _description(analysis: "Analysis") -> str:
         fields[source.name] = fields.get(source.name, False) or source.required
     named = ", ".join(name if required else f"{name} (optional)" for name, required in fields.items())
     reads = f"fields of a record that it reads: {named or 'none; it runs once per model, without PROMPTS'}"
+    cost = f"\n\ncost: {analysis.cost}" if analysis.cost else ""
     columns = "\n".join(f"  {line}" for line in analysis.columns.table(terminal_width() - 2))
-    return f"{analysis.summary}\n\n{reads}\n\ncolumns, after model (str) and prompt_id (str):\n\n{columns}"
+    return f"{analysis.summary}{cost}\n\n{reads}\n\ncolumns, after model (str) and prompt_id (str):\n\n{columns}"
 
 
 def _example(analysis: "Analysis", prog: str) -> str:

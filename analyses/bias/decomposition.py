@@ -78,7 +78,11 @@ VALUES = Columns(
 )
 
 
-@analysis(COLUMNS, "each head's bias: size, effective rank, share of the output, direct logit attribution")
+@analysis(
+    COLUMNS,
+    "each head's bias: size, effective rank, share of the output, direct logit attribution",
+    cost="the prompt and the text once",
+)
 @checked
 @torch.no_grad()
 def bias_decomposition(
@@ -189,7 +193,9 @@ def share_probes(z: Float[Tensor, "*lead pos head d_head"], pooled: bool) -> Flo
     return z / energy.where(energy > 0, 1.0)
 
 
-@analysis(VALUES, "the singular values of each head's b_KV")
+@analysis(
+    VALUES, "the singular values of each head's b_KV", cost="the prompt once, and a singular value decomposition for each head"
+)
 @checked
 @torch.no_grad()
 def bias_singular_values(model: KVModel, prompt: KVBias | PromptTokens) -> pd.DataFrame:
@@ -294,7 +300,11 @@ BY_HEAD = Columns(layer=("int64", "from 0"), head=("int64", HEAD), **MEASURES)
 BY_LAYER = Columns(layer=("int64", "from 0"), **MEASURES)
 
 
-@analysis(BY_HEAD, "which heads carry a converted prompt: size of the bias, its share of the output, the effect of removing it")
+@analysis(
+    BY_HEAD,
+    "which heads carry a converted prompt: size of the bias, its share of the output, the effect of removing it",
+    cost="the prompt twice; the text twice for each head, and three times",
+)
 @checked
 @torch.no_grad()
 def bias_by_head(

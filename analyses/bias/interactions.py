@@ -75,6 +75,7 @@ COLUMNS = Columns(
 @analysis(
     COLUMNS,
     "how the biases of two prompts interact in each head: similarity, overwriting, addition",
+    cost="both prompts twice, and once more one behind the other",
     inputs={"second_prompt": tokens_field("second_prompt", prepend_bos=False)},
 )
 @on_its_front_ends

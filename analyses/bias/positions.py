@@ -79,6 +79,7 @@ COLUMNS = Columns(
 @analysis(
     COLUMNS,
     "what each prompt position gives to each head's output and to a logit",
+    cost="the prompt and the text once; twice in segments, where keys and values do not fit in memory",
     options={
         "by": Option("whose position counts where values are shifted", VIEWS),
         "at": Option("which positions of the text to distinguish", AT),

@@ -65,6 +65,7 @@ TEXT_IF_ANY = tokens_field("text", prepend_bos=False, required=False)
 @analysis(
     WHY,
     "why a head attends from one token to another: the score by who wrote what query and key are made of",
+    cost="the prompt and the text once, and once for each of the n_run writers that are taken out",
     inputs={"text": TEXT_IF_ANY},
     options={**OPTIONS, "key": Option("the token that is attended to, likewise; by default the one with the most attention")},
 )
@@ -208,6 +209,7 @@ COPIED = Columns(
 @analysis(
     COPIED,
     "what a head copies: its output by position and by who wrote the values, and what that adds to an answer's logit",
+    cost="the prompt and the text twice, and once for each of the n_run writers that are taken out",
     inputs={"text": TEXT_IF_ANY},
     options=OPTIONS,
 )

@@ -111,6 +111,7 @@ COLUMNS = Columns(
 @analysis(
     COLUMNS,
     "Q-, K- and V-composition scores of all pairs of heads, from the weights alone",
+    cost="no pass: products of the weights of every pair of heads",
     options={"kinds": Option("what of the later head reads", COMPOSITION_KINDS, many=True)},
 )
 @checked

@@ -212,6 +212,7 @@ ABLATIONS = Option("also measure the effect of resampling each head's output, an
 @analysis(
     COLUMNS,
     "induction heads: attention of every head to four kinds of position on the repeated prompt",
+    cost="the repeated text twice; with ablations once more for each head, and four times for each that matters",
     inputs={"prompt": REPEATED},
     options={"n_sequences": N_SEQUENCES, "seed": SEED, "ablations": ABLATIONS},
     check_model=check_model,
@@ -347,7 +348,7 @@ COPIES = Columns(
 )
 
 
-@analysis(COPIES, "attention from each text token to what followed it in the prompt")
+@analysis(COPIES, "attention from each text token to what followed it in the prompt", cost="the prompt and the text once")
 @checked
 @torch.no_grad()
 def prompt_copies(

@@ -101,6 +101,7 @@ COLUMNS = Columns(
 @analysis(
     COLUMNS,
     "the name of every head by its behavior on the repeated prompt: prefix matching, previous token and so on",
+    cost="the repeated text twice; with ablations once more for each head, and four times for each that matters",
     inputs={"prompt": REPEATED},
     options={
         "n_sequences": N_SEQUENCES,

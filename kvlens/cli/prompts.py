@@ -275,7 +275,7 @@ def _explain(args: argparse.Namespace) -> int:
     name, prompt, text = (args.model or TEXT_MODEL, chat, None) if chat is not None else model_and_texts(args)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-    with progress_bar("loading the model") as tell:
+    with progress_bar("loading the model", after=0, lines=False) as tell:
         from kvlens import explain, load
 
         check_device("--device", args.device)
@@ -292,7 +292,7 @@ def _explain(args: argparse.Namespace) -> int:
     if page is not None:
         from kvlens.explanation import explanation_page
 
-        with progress_bar("the page") as tell:  # the answer can be read meanwhile
+        with progress_bar("the page", after=0, lines=False) as tell:  # the answer can be read meanwhile
             made = explanation_page(model, found, sections, model_name=Path(name).resolve().name, on_progress=tell)
             page.parent.mkdir(parents=True, exist_ok=True)
             made.save_html(page)

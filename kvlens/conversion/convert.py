@@ -29,7 +29,6 @@ from dataclasses import fields
 from typing import Any, cast
 
 import torch
-from tqdm.auto import tqdm
 
 from kvlens.arguments import Positions, Span
 from kvlens.chat import Chat, as_prompt, prompt_layout
@@ -58,11 +57,11 @@ from kvlens.kv_bias.fit import Recall, of_sum
 from kvlens.model import HookedKVTransformer
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.protocol import KVModel, ReadsPrompts
+from kvlens.terminal import progress_bar
 from kvlens.units import layout_of_tokens
 
 SHOWN_AFTER = 1.0
 """Seconds of a fit before its bar shows."""
-BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 
 
 @checked
@@ -190,11 +189,10 @@ def convert_prompt(
 @contextlib.contextmanager
 def _bar(verbose: bool, on_progress: Callable[[float], None] | None) -> Iterator[Callable[[str, float], None]]:
     """What is called with a step of a fit and the fraction of the whole that is done: as a bar, and to ``on_progress``."""
-    with tqdm(total=1.0, disable=not verbose, delay=SHOWN_AFTER, leave=False, bar_format=BAR) as bar:
+    with progress_bar("convert_prompt", after=SHOWN_AFTER, shown=verbose) as bar:
 
         def tell(step: str, done: float) -> None:
-            bar.set_description_str(step, refresh=False)
-            bar.update(done - bar.n)
+            bar(step, done)
             if on_progress is not None:
                 on_progress(done)
 

@@ -22,11 +22,11 @@ from torch import Tensor
 
 from kvlens import KVLensError, KVModel
 from kvlens.analyses.declaration import Columns
-from kvlens.analyses.segments import terminal_bar
 from kvlens.chat import Chat, has_chat_template, one_sequence, prompt_tokens
 from kvlens.explanation.claims import content_words
 from kvlens.explanation.runs import ENDS, responses
 from kvlens.explanation.steps import explain
+from kvlens.terminal import progress_bar
 from kvlens.texts import WORD, Response, Word
 
 CONTEXT, MEMORY, AGREE, NEITHER = "from the context", "from memory", "both agree", "neither"
@@ -134,10 +134,10 @@ def origin_of(fact: StatedFact, answer: Response, without: Response, replaced: R
 def _said(model: KVModel, prompts: list[Int[Tensor, " _"]]) -> list[Response]:
     ends = () if has_chat_template(model) else ENDS
     texts: list[list[int]] = []
-    with terminal_bar("answers") as bar:
+    with progress_bar("answers") as bar:
         for start in range(0, len(prompts), AT_ONCE):
             texts += responses(model, prompts[start : start + AT_ONCE], LONGEST, ends)
-            bar.update(len(texts) / len(prompts) - bar.n)
+            bar("answers", len(texts) / len(prompts))
     return [Response.of(model, prompt, prompt.new_tensor(text)) for prompt, text in zip(prompts, texts, strict=True)]
 
 

@@ -62,6 +62,7 @@ N_RESAMPLES, N_SPLITS = 2000, 200
 @analysis(
     COLUMNS,
     "in which layers, key-value groups and heads the model reads a fact of the prompt: each exchanged, and the answer's fall",
+    cost="both prompts once; the text and the answer once for each layer, group and head, those of a layer from there on",
     inputs={
         "prompt": PROMPT_OR_CHAT,
         "text": Field("text", lambda model, text: one_sequence(model, "text", text), required=False),

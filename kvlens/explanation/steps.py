@@ -13,7 +13,6 @@ from torch import Tensor
 from kvlens import KVLensError, KVModel
 from kvlens.analyses.attribution.answers import BY
 from kvlens.analyses.declaration import Option, analysis
-from kvlens.analyses.segments import terminal_bar
 from kvlens.analyses.sequences import PromptTokens, TextTokens
 from kvlens.chat import ROLES, Chat, as_prompt, one_sequence, prompt_layout
 from kvlens.checks import Count, checked
@@ -26,6 +25,7 @@ from kvlens.explanation.explained import STATEMENT_COLUMNS, Explained, found_by
 from kvlens.explanation.heading import answering, asked_for, candidates_of
 from kvlens.explanation.presentation import SEPARATOR, answered, listed, quoted
 from kvlens.explanation.runs import MORE_TOKENS, PASS, ExplanationProgress, Outcome, Runs
+from kvlens.terminal import progress_bar
 from kvlens.texts import Response
 from kvlens.units import By, Layout, Unit, begins_with_bos, cut, pieces_of_tokens, positions_of
 
@@ -87,19 +87,16 @@ def explain(
     read = _Prompt.of(model, prompt, text, by)
     given = None if answer is None else one_sequence(model, "answer", answer)
     continues = text is not None and not isinstance(as_prompt(prompt), Chat)
-    with terminal_bar("explain") as bar:
-
-        def show(what: str, done: float) -> None:
-            bar.set_description_str(what, refresh=False)
-            bar.update(done - bar.n)
-
-        tell = on_progress or show
+    with progress_bar("explain", shown=on_progress is None) as bar:
+        tell = on_progress or bar
         return _Explaining(model, read, depth, budget, tell, on_found or (lambda line: None), continues).explained(about, given)
 
 
 @analysis(
     STATEMENT_COLUMNS,
     "which parts of the prompt and which layers the words of the answer rest on: interventions, and what is said under them",
+    cost="the answer's tokens one by one; prompt and answer once without each unit, and an answer for each that changes "
+    "it; the answer once for each layer",
     options={"by": BY, "depth": Option("how far it goes", choices=("units", "layers", "heads", "positions"))},
 )
 def explanation(

@@ -344,7 +344,7 @@ class KVBias:
 
         >>> from kvlens import HookedKVTransformer, convert_prompt
         >>> model = HookedKVTransformer.from_zoo("facts-gpt2")
-        >>> one, other = (convert_prompt(model, text) for text in ("Mira keeps a dog.", "Kaya and Olga feed a swan."))
+        >>> one, other = (convert_prompt(model, text) for text in ("Mira keeps a dog.", "Olga has a hen. Pavel has a swan."))
         >>> with model.kv_bias(one.exchange_heads(other, [(0, 1), (1, 3)])):
         ...     logits = model(" Mira keeps a", prepend_bos=False)
 

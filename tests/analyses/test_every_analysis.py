@@ -5,6 +5,7 @@ import importlib
 import inspect
 import io
 import pkgutil
+import re
 import sys
 
 import numpy as np
@@ -24,9 +25,10 @@ from pictures import data_of
 from precision import LAW
 from small_models import sharp
 from tiny_text_model import PROMPT, TEXT, linear, softmax, tiny_text_model
+from tqdm.auto import tqdm
 
 import kvlens
-from kvlens import KVBias, KVLensError, analyses, convert_prompt
+from kvlens import KVBias, KVLensError, analyses, convert_prompt, terminal
 from kvlens.analyses import (
     ANALYSES,
     bias_ablation,
@@ -37,7 +39,6 @@ from kvlens.analyses import (
     bias_positions,
     dual_demonstrations,
     prompt_by_depth,
-    segments,
 )
 from kvlens.memory import NUMBERS_PER_PASS
 from kvlens.viz import depth_map
@@ -428,6 +429,45 @@ def test_it_tells_how_far_it_is(facts, name, monkeypatch):
     assert len(told) > 1 and told == sorted(told) and 0.9 < told[-1] <= 1.0 and told[0] < 0.9
 
 
+COSTS = {  # tokens that are read: of a prompt of p, a text of t, two units and 8 heads in two layers, which shift their keys
+    "activation_patching": lambda p, t: 2 * p + t * (2 + 8 + 2 + 1),
+    "attribution_by_edge": lambda p, t: (p + t) * (1 + 2),
+    "attribution_by_head": lambda p, t: p * (2 + 2) + t * (1 + 2) * (2 + 2 * (8 + 8)),
+    "bias_by_head": lambda p, t: 2 * p + t * (3 + 2 * 8),
+    "bias_decomposition": lambda p, t: p + t,
+    "bias_effects": lambda p, t: p + t * (1 + 3 * 8),
+    "bias_positions": lambda p, t: p + t,
+    "bias_singular_values": lambda p, t: p,
+    "conversion_error": lambda p, t: 4 * (p + t),
+    "prompt_attribution": lambda p, t: (3 + 2) * p + (3 + 2 * 2) * t,
+    "prompt_by_depth": lambda p, t: 2 * (p + t),
+    "prompt_effect": lambda p, t: 3 * (p + t),
+}
+
+
+@pytest.mark.parametrize("name", COSTS)
+def test_it_costs_what_it_says(facts, name):
+    """The numbers behind the words of each declaration."""
+    read: list[int] = []
+    (p, t), (prompt, text) = map(len, GIVEN), GIVEN
+    others = {"activation_patching": (prompt.flip(0), text), "bias_singular_values": ()}.get(name, (text,))
+    options = {"activation_patching": dict(answer=3, points=["bias"])}.get(
+        name, TWO_UNITS | dict(answer=3) if "attribution" in name else {}
+    )
+    hook = facts.embed.register_forward_hook(lambda module, given, output: read.append(given[0].numel()))
+    try:
+        getattr(analyses, name)(facts, prompt, *others, **options)
+    finally:
+        hook.remove()
+    assert sum(read) == COSTS[name](p, t)
+
+
+@pytest.mark.parametrize("name", ANALYSES)
+def test_every_analysis_says_what_it_costs(name):
+    cost = load_analysis(name).cost
+    assert cost and cost[:40] in " ".join(getattr(analyses, name).__doc__.split())
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -437,8 +477,8 @@ class Terminal(io.StringIO):
     ("stderr", "worker", "shown"), [(Terminal(), None, True), (io.StringIO(), None, False), (Terminal(), object(), False)]
 )
 def test_a_bar_shows_on_a_terminal_and_goes(monkeypatch, stderr, worker, shown):
-    monkeypatch.setattr(segments, "BAR_AFTER", 0)
-    monkeypatch.setattr(segments.multiprocessing, "parent_process", lambda: worker)
+    monkeypatch.setattr(terminal, "BAR_AFTER", 0)
+    monkeypatch.setattr(terminal.multiprocessing, "parent_process", lambda: worker)
     monkeypatch.setattr(sys, "stderr", stderr)
     with progress("looking") as tell:
         tell(0.5)
@@ -446,15 +486,27 @@ def test_a_bar_shows_on_a_terminal_and_goes(monkeypatch, stderr, worker, shown):
     assert stderr.getvalue().split("\r")[-1].strip() == ""
 
 
+def test_a_script_without_a_terminal_gets_lines_with_the_time_that_is_left(monkeypatch):
+    stderr = io.StringIO()
+    monkeypatch.setattr(terminal, "LINE_EVERY", 0)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with progress("looking") as tell:
+        tell(0.25)
+    assert re.fullmatch(r"looking: 25%; about \d\d:\d\d left\n", stderr.getvalue())
+    with telling(lambda done: None), progress("looking") as tell:
+        tell(0.5)
+    assert stderr.getvalue().count("\n") == 1
+
+
 def test_a_bar_shows_in_a_notebook_that_has_no_terminal(monkeypatch):
     seen = {}
 
-    class tqdm_notebook(segments.tqdm):
+    class tqdm_notebook(tqdm):
         def __init__(self, **options):
             seen.update(options)
             super().__init__(**options | {"disable": True})
 
-    monkeypatch.setattr(segments, "tqdm", tqdm_notebook)
+    monkeypatch.setattr("tqdm.auto.tqdm", tqdm_notebook)
     with progress("looking") as tell:
         tell(0.5)
     assert seen["disable"] is False

@@ -4,10 +4,11 @@ Methods that keep some keys unchanged: the selected keys, against TransformerLen
 """
 
 import inspect
+import io
 import re
+import sys
 import warnings
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -134,12 +135,23 @@ def test_a_method_of_ones_own_need_not_name_its_steps():
     assert convert_prompt(model(), PROMPT, method=Weighed(**FEW), verbose=False).fit.method == "half"
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class OftenDrawn(tqdm):
+    def __init__(self, **options):
+        super().__init__(mininterval=0, miniters=0, **options)
+
+
 @pytest.mark.parametrize("verbose", [True, False])
-def test_the_bar_of_a_fit_names_its_step_and_leaves_nothing_behind(verbose, monkeypatch, capsys):
+def test_the_bar_of_a_fit_names_its_step_and_leaves_nothing_behind(verbose, monkeypatch):
     monkeypatch.setattr("kvlens.conversion.convert.SHOWN_AFTER", 0)
-    monkeypatch.setattr("kvlens.conversion.convert.tqdm", partial(tqdm, mininterval=0, miniters=0))
+    monkeypatch.setattr("tqdm.auto.tqdm", OftenDrawn)
+    monkeypatch.setattr(sys, "stderr", Terminal())
     convert_prompt(model(), PROMPT, method=Landmark(n_keys=4, **FEW), verbose=verbose)
-    shown = capsys.readouterr().err
+    shown = sys.stderr.getvalue()
     assert ("moving keys" in shown) == verbose and shown.split("\r")[-1].strip() == ""
 
 
