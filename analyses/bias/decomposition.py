@@ -48,9 +48,8 @@ from ..attribution.answers import Answer, Rival
 from ..declaration import Columns, analysis
 from ..logit_attribution import LogitTarget, check_heads_write_directly, logit_targets
 from ..predictions import KL, LOSS_CHANGE, OUTPUT_SHARE
-from ..segments import progress, telling
 from ..sequences import PromptTokens, TextTokens, bias_and_text, converted, prompt_text_bias
-from .effects import baseline_ablation, bias_ablation
+from .effects import both_ablations
 from .exchange import HEAD, heads_of
 
 COLUMNS = Columns(
@@ -377,20 +376,12 @@ def _describe(
     """The columns of both tables, for single heads, or for all heads of a layer, side by side."""
     outputs = bias_outputs(model, bias, text)
     of_bias, of_context = (_norms([z.norm(dim=-1).T for z in part], units) for part in outputs)
-    with progress("ablating the bias") as tell:
-        with telling(lambda done: tell(done / 2)):
-            with_baseline = baseline_ablation(model, prompt, text, units, bias=bias)
-        with telling(lambda done: tell((1 + done) / 2)):
-            with_zero = bias_ablation(model, bias, text, units)
     return {
         "layer": [unit[0][0] for unit in units],
         "b_kv_norm": _norms(sizes(bias, "b_kv"), units),
         "b_d_norm": _norms(sizes(bias, "b_d"), units),
         "bias_share": share_by_size(of_bias, of_context).mean(dim=-1),
-        "ablation_kl": with_baseline["kl"],
-        "loss_change": with_baseline["loss_change"],
-        "zero_kl": with_zero["kl"],
-        "zero_loss_change": with_zero["loss_change"],
+        **both_ablations(model, prompt, text, bias, units),
     }
 
 

@@ -37,7 +37,7 @@ from ..predictions import (
     KL,
     LOGIT_CHANGE,
     LOSS_CHANGE,
-    kl_divergence,
+    divergences,
     log_probabilities,
     next_token_losses,
     text_logits,
@@ -169,24 +169,27 @@ def _measured(
     donor: Int[Tensor, " row"] | None,
     targets: Sequence[LogitTarget],
     tell: OnProgress,
+    with_logits: bool = True,
 ) -> dict[str, list[float]]:
-    """``kl``, ``loss_change`` and ``logit_change`` of each row against the whole bias; see :func:`bias_effects`."""
+    """``kl``, ``loss_change`` and, if asked for, ``logit_change`` of each row against the whole bias, as in `COLUMNS`."""
     found: dict[str, list[float]] = {"kl": [], "loss_change": []}
     changes = []
     for number, target in enumerate(targets):
         with model.kv_bias(exchange.own):
             whole_logits = text_logits(model, None, target.text)
-        whole, whole_value = log_probabilities(whole_logits), target.value(whole_logits)
+        whole = log_probabilities(whole_logits)
         whole_loss, values = next_token_losses(whole, target.text)[:-1].mean(), []
         told = part_of(tell, number, len(targets))
         for logits in exchange.logits(model, target.text, chosen, donor, on_progress=told):
-            values.append(target.value(logits) - whole_value)
+            if with_logits:
+                values.append(target.value(logits) - target.value(whole_logits))
             if number == 0:
-                log_p = log_probabilities(logits)
-                found["kl"] += kl_divergence(whole, log_p).mean(dim=-1).tolist()
-                found["loss_change"] += (next_token_losses(log_p, target.text)[:, :-1].mean(dim=-1) - whole_loss).tolist()
+                kl, log_n = divergences(whole, logits)
+                losses = next_token_losses(logits, target.text).double() + log_n
+                found["kl"] += kl.mean(dim=-1).tolist()
+                found["loss_change"] += (losses[:, :-1].mean(dim=-1) - whole_loss).tolist()
         changes.append(torch.cat(values) if values else torch.zeros(0))
-    return {**found, "logit_change": torch.stack(changes).sum(dim=0).tolist()}
+    return found | ({"logit_change": torch.stack(changes).sum(dim=0).tolist()} if with_logits else {})
 
 
 def _parts_of(bias: KVBias) -> Sequence[Ablated]:
@@ -324,6 +327,12 @@ def baseline_ablation(
         KVLensError: as :func:`bias_ablation`; a bias that is not this prompt's.
     """
     prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
+    exchange = HeadExchange(*_with_baseline(model, prompt, bias))
+    return _removed(model, text, exchange, _with_shift_states(exchange, _heads_taken(exchange, removals)))
+
+
+def _with_baseline(model: KVModel, prompt: Int[Tensor, " prompt_pos"], bias: KVBias) -> Sequence[KVBias]:
+    """A bias and its baseline in one space."""
     baseline = baseline_of(model, prompt)
     if not bias.starts_where(baseline):
         raise KVLensError(
@@ -331,10 +340,26 @@ def baseline_ablation(
             f"{int(torch.as_tensor(baseline.position_offset).max())} after the prompt: give the bias of this prompt; if it "
             "continues another one, attach that one"
         )
-    biases = in_one_space(bias, baseline.select_prompt(0)) if has_baseline(bias) else (bias, zeros_of(bias))
-    exchange = HeadExchange(*biases)
-    chosen = _with_shift_states(exchange, _heads_taken(exchange, removals))
-    return _removed(model, text, exchange, chosen)
+    return in_one_space(bias, baseline.select_prompt(0)) if has_baseline(bias) else (bias, zeros_of(bias))
+
+
+def both_ablations(
+    model: KVModel, prompt: Int[Tensor, " prompt_pos"], text: Int[Tensor, " pos"], bias: KVBias, units: Sequence[RemovedHeads]
+) -> dict[str, list[float]]:
+    """What :func:`baseline_ablation` and :func:`bias_ablation` measure of the same units, which share their passes."""
+    own, baseline = _with_baseline(model, prompt, bias)
+    exchange = HeadExchange(own, baseline, zeros_of(own))
+    zeroed = _heads_taken(exchange, units)
+    chosen = torch.stack([_with_shift_states(exchange, zeroed), zeroed], dim=1).flatten(0, 1)
+    with progress("ablating the bias") as tell:
+        donor = torch.arange(len(chosen)) % 2
+        found = _measured(model, exchange, chosen, donor, logit_targets(model, text), tell, with_logits=False)
+    return {
+        "ablation_kl": found["kl"][::2],
+        "loss_change": found["loss_change"][::2],
+        "zero_kl": found["kl"][1::2],
+        "zero_loss_change": found["loss_change"][1::2],
+    }
 
 
 def _removed(
@@ -345,7 +370,7 @@ def _removed(
 ) -> pd.DataFrame:
     """The table of removals, what is chosen being replaced by the donor's."""
     with progress("ablating the bias") as tell:
-        effects = _measured(model, exchange, chosen, None, logit_targets(model, text), tell)
+        effects = _measured(model, exchange, chosen, None, logit_targets(model, text), tell, with_logits=False)
     removed = {"removal": range(len(chosen)), "n_heads": chosen[:, exchange.of(kinds=[HEAD_PART])].sum(dim=1)}
     return REMOVALS.frame({**removed, "kl": effects["kl"], "loss_change": effects["loss_change"]})
 

@@ -17,7 +17,8 @@ included.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import groupby
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -26,7 +27,10 @@ from torch import Tensor
 from kvlens import KVBias, KVModel, combine, convert_prompt, counterfactuals
 from kvlens.kv_bias import Layer
 from kvlens.memory import NUMBERS_PER_PASS
+from kvlens.model import ReadsPrompts
 from kvlens.units import begins_with_bos
+
+from ..predictions import text_logits
 
 HEAD = "query head; value head of a recurrent layer"
 """What a column ``head`` holds."""
@@ -243,6 +247,7 @@ class HeadExchange(Exchange):
         self.parts: Sequence[ExchangedPart] = exchangeable(self.own)
         self.number = {part: i for i, part in enumerate(self.parts)}
         self.at_once = variants_at_once(self.own)
+        self._unchanged = own.map_layers(lambda layer: layer.of_attention(lambda part: part.narrowed().per_kv_head()))
         self._part_of = [self._parts_of_tensors(layer) for layer in range(self.own.n_layers)]
         every = zip(self.own.layers, *(donor.layers for donor in donors), strict=True)
         self._donors = [_mixed(lambda own, *of: torch.cat([x.to(own) for x in of]), *layers) for layers in every]
@@ -264,17 +269,21 @@ class HeadExchange(Exchange):
     def biases(
         self, chosen: Bool[Tensor, "row part"], *, keep: bool = False, donor: Int[Tensor, " row"] | None = None
     ) -> KVBias:
-        """A batch of biases; ``donor`` is the number of each row's, None for the first; see :meth:`Exchange.biases`."""
+        """A batch of biases; ``donor`` is the number of each row's, None for the first; see :meth:`Exchange.biases`.
+
+        In layers where no row exchanges anything all share one row.
+        """
         exchanged = chosen != keep
-        whole, layers = self.own.repeat(len(chosen)), []
-        for layer, part_of, donors in zip(whole.layers, self._part_of, self._donors, strict=True):
-            tensors, mixed = layer.tensors(), {}
-            for name, numbers in part_of.items():
+        whole, layers = self.own.repeat(len(chosen)), list(self._unchanged.repeat(len(chosen)).layers)
+        for number in self._layers_of(exchanged.any(dim=0)[None])[0]:
+            layer, donors, mixed = whole.layers[number], self._donors[number], {}
+            tensors = layer.tensors()
+            for name, numbers in self._part_of[number].items():
                 taken = exchanged[:, numbers].to(tensors[name].device)
                 taken = taken.reshape(*taken.shape, *[1] * (tensors[name].dim() - taken.dim()))
                 given = donors[name][:1] if donor is None else donors[name][donor.to(donors[name].device)]
                 mixed[name] = torch.where(taken, given, tensors[name])
-            layers.append(layer.with_tensors(mixed))
+            layers[number] = layer.with_tensors(mixed)
         return whole.with_layers(layers)
 
     def logits(
@@ -284,16 +293,21 @@ class HeadExchange(Exchange):
         chosen: Bool[Tensor, "row part"],
         donor: Int[Tensor, " row"] | None = None,
         *,
+        first: Sequence[int] | None = None,
         batch_size: int | None = None,
         on_progress: Callable[[float], None] | None = None,
         hooks_of: Callable[[slice], list[Any]] = lambda rows: [],
     ) -> Iterator[Float[Tensor, "row pos d_vocab"]]:
         """Yield the logits on a text under each row, in order, one forward pass at a time.
 
+        A pass starts at the first layer that differs, from the residual stream that the whole bias leaves there, and rows
+        that start at the same layer share a pass.
+
         Args:
             model: the model with which the bias was converted.
             text: [pos].
             chosen, donor: of :meth:`biases`.
+            first: the layer from which each row differs; None for that of its first exchanged part.
             batch_size: rows per forward pass; None takes what :data:`kvlens.memory.NUMBERS_PER_PASS` allows.
             on_progress: called with the fraction done after each forward pass.
             hooks_of: hooks on the activations of some of the rows.
@@ -301,20 +315,32 @@ class HeadExchange(Exchange):
         Raises:
             KVLensError: a bias of another model.
         """
-        per_pass = batch_size or max(1, NUMBERS_PER_PASS // self._numbers_per_row(model, len(text)))
-        for first in range(0, len(chosen), per_pass):
-            of_pass = slice(first, first + per_pass)
-            biases = self.biases(chosen[of_pass], donor=None if donor is None else donor[of_pass])
-            with model.kv_bias(biases), model.hooks(fwd_hooks=hooks_of(of_pass)):
-                batch = text[None].expand(len(chosen[of_pass]), -1)
-                yield model(batch, attention_mask=torch.ones_like(batch))
-            if on_progress is not None:
-                on_progress((first + len(batch)) / len(chosen))
+        layers = self._layers_of(chosen)
+        per_pass = batch_size or max(1, NUMBERS_PER_PASS // self._numbers_per_row(model, len(text), layers))
+        starts, residuals = [min(of, default=self.own.n_layers) for of in layers] if first is None else first, list[Tensor]()
+        with model.kv_bias(self._unchanged):
+            text_logits(model, None, text, residuals)
+        done, holding = 0, cast(ReadsPrompts, model).holding  # without the checks of a bias that was attached once
+        for start, rows in groupby(starts):
+            n_rows = len(list(rows))
+            for n in (len(some) for some in torch.arange(n_rows).chunk(-(-n_rows // per_pass))):
+                of_pass = slice(done, done + n)
+                biases = self.biases(chosen[of_pass], donor=None if donor is None else donor[of_pass])
+                with holding(biases), model.hooks(fwd_hooks=hooks_of(of_pass)):
+                    yield model.logits_of(residuals[start].expand(n, -1, -1), start)
+                done += n
+                if on_progress is not None:
+                    on_progress(done / len(chosen))
 
-    def _numbers_per_row(self, model: KVModel, pos: int) -> int:
-        """How many numbers a row takes: the bias twice, logits and their float64 probabilities, and the widest activations."""
+    def _layers_of(self, chosen: Bool[Tensor, "row part"]) -> list[set[int]]:
+        """The layers in which each row exchanges something."""
+        return [{self.parts[part].layer for part in row.nonzero().flatten().tolist()} for row in chosen]
+
+    def _numbers_per_row(self, model: KVModel, pos: int, layers: list[set[int]]) -> int:
+        """How many numbers a row takes: its layers twice, logits before and after a soft cap, and the widest activations."""
         widest = max(model.cfg.d_mlp or 0, model.cfg.d_model, self.own.n_heads * self.own.d_phi)
-        return 2 * self.own.num_parameters + pos * (7 * model.cfg.d_vocab_out + 4 * widest)
+        of_bias = 2 * self.own.num_parameters * max(map(len, layers), default=0) // self.own.n_layers
+        return of_bias + pos * (2 * model.cfg.d_vocab_out + 4 * widest)
 
     def _parts_of_tensors(self, layer: int) -> dict[str, Int[Tensor, " *rest"]]:
         """The number of the part that each entry of a layer's tensor is of, by the tensor's name, along its axes of heads."""

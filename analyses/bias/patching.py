@@ -244,7 +244,8 @@ class _Patching(NamedTuple):
             of_chosen = [self.patches[number] for number in chosen]
             rows = _replaced(self.exchange, of_chosen, list(self.donors))
             hooks_of = partial(_patch_hooks, of_chosen, sources)
-            for logits in self.exchange.logits(self.model, text, *rows, batch_size=size, hooks_of=hooks_of):
+            first = [max(layer, 0) for _, layer, _ in of_chosen]
+            for logits in self.exchange.logits(self.model, text, *rows, first=first, batch_size=size, hooks_of=hooks_of):
                 values += _values(metric, logits)
                 tell(len(values) / len(self.patches))
         return clean_metric, corrupted_metric, pd.Series(values, index=order, dtype=float).sort_index()

@@ -9,13 +9,13 @@ Source: Olsson et al. 2022; Elhage et al. 2021; KVSA sec. 3, table 4.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import pandas as pd
 import torch
 from einops import rearrange
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens import KVLensError, KVModel
@@ -253,7 +253,8 @@ def induction_heads(
         KVLensError: a model that this analysis does not support, invalid tokens, numbers out of range.
     """
     found = look_at_heads(
-        model, prompt, n_sequences=n_sequences, n_repeated=n_repeated, seed=seed, prepend_bos=prepend_bos, ablations=ablations,
+        model, prompt, n_sequences=n_sequences, n_repeated=n_repeated, seed=seed, prepend_bos=prepend_bos,
+        swapped=(lambda effect: effect.loss_change.abs() > WORTH_ASKING) if ablations else None,
     )  # fmt: skip
     scores = found.scores
     contrast = [
@@ -306,9 +307,12 @@ def look_at_heads(
     n_repeated: int | None,
     seed: int,
     prepend_bos: bool | None,
-    ablations: bool,
+    swapped: Callable[[AblationEffect], Bool[Tensor, "layer head"]] | None,
 ) -> HeadsFound:
-    """Make the measurements behind both tables; arguments and errors as :func:`induction_heads`."""
+    """Make the measurements behind both tables; arguments and errors as :func:`induction_heads`.
+
+    Every head is ablated where ``swapped`` is given: it then says of which heads what they read is swapped, too.
+    """
     check_model(model)
     generator = torch.Generator().manual_seed(seed)
     piece = None if prompt is None else _pieces(model, prompt)
@@ -320,15 +324,14 @@ def look_at_heads(
     scores, attribution, taps = measured_heads(model, repeated)
     measured = (repeated, scores, measured_heads(model, repeated.control(others))[0], attribution, taps)
     unknown = torch.full((len(PATTERNS), model.cfg.n_layers, max(heads_per_layer(model))), torch.nan)
-    if not ablations:
+    if swapped is None:
         return HeadsFound(*measured, AblationEffect(*unknown[:3]), unknown, None)
     donors = repeat_tokens(model, others, prepend_bos)
     with progress("ablating heads") as tell:
         ablated = resampling_ablation(model, repeated, donors, on_progress=tell)
     if model.cfg.attention_variant is not None:
         return HeadsFound(*measured, ablated, unknown, None)
-    asked = ablated.loss_change.abs() > WORTH_ASKING
-    costs, errors = swap_costs(model, repeated, donors, taps, asked)
+    costs, errors = swap_costs(model, repeated, donors, taps, swapped(ablated))
     return HeadsFound(*measured, ablated, costs, errors)
 
 

@@ -45,7 +45,7 @@ from .induction import (
     look_at_heads,
 )
 from .repeated_text import LONGEST_TEXT, displacement, roles
-from .verdicts import EARLY, RATIO, SPREAD, THRESHOLD, HeadVerdict, name_heads, spreads
+from .verdicts import EARLY, RATIO, SPREAD, THRESHOLD, HeadVerdict, is_significant, name_heads, spreads
 
 COLUMNS = Columns(
     layer=("int64", "from 0"),
@@ -55,9 +55,9 @@ COLUMNS = Columns(
         'by the pattern: "prefix matching", "previous token", "duplicate token", "current token", or several joined by " / " '
         'if they are not significantly different; "weak prefix matching" and "weak duplicate token": less than an eighth of '
         'what the strongest head of that kind reads there; "none"; "inconclusive": too spread out or too near the limit. With '
-        'ablations "induction": the model needs the head, and needs what it reads by prefix matching; "negative induction" and '
-        'so on: it does better without both; "other" or "harmful": it needs the head, or does better without it, but not '
-        "because of any one of these",
+        'ablations "induction": the model needs the head, and needs what it reads by prefix matching; "negative prefix '
+        'matching" and so on: it does better without both; "other" or "harmful": it needs the head, or does better without '
+        "it, but not because of any one of these",
     ),
     stretch_share=(
         "float64",
@@ -136,8 +136,8 @@ def induction_verdicts(
         threshold: share of what a head reads, on its strongest stretch of 16 positions, that makes it a "previous token" or
             "current token" head.
         ratio: the share required of any kind, as a multiple of uniform attention; see :mod:`kvlens.analyses.heads.verdicts`.
-        ablations: also measure the effects of resampling each head's output and of reading another text's tokens, and name
-            heads by these (models with an attention variant keep the verdict of the pattern).
+        ablations: also measure the effect of resampling each head's output and, where that is significant, of reading another
+            text's tokens, and name heads by these (models with an attention variant keep the verdict of the pattern).
 
     Returns:
         One row per head, by layer, then head:
@@ -148,7 +148,8 @@ def induction_verdicts(
         KVLensError: a model that this analysis does not support, invalid tokens, numbers out of range.
     """
     found = look_at_heads(
-        model, prompt, n_sequences=n_sequences, n_repeated=n_repeated, seed=seed, prepend_bos=prepend_bos, ablations=ablations,
+        model, prompt, n_sequences=n_sequences, n_repeated=n_repeated, seed=seed, prepend_bos=prepend_bos,
+        swapped=is_significant if ablations else None,
     )  # fmt: skip
     losses = None if found.swap_errors is None else (found.ablation, found.swap_changes, found.swap_errors)
     verdicts = name_heads(found.scores, found.control, found.repeated, losses, threshold=threshold, ratio=ratio)

@@ -70,7 +70,8 @@ from .repeated_text import PATTERNS, PatternScores, RepeatedTokens, lags_and_que
 # A change of the loss is significant if it is more than :data:`COSTLY` and more than :data:`MARGIN` standard errors, up or
 # down. A head whose ablation is significant is named by the swap with the largest significant change of the same sign, if that
 # is at least :data:`PART` of the change by the ablation (it may be larger, since what a head reads elsewhere can have the
-# opposite effect): by the name of the kind if the loss rises, by "negative" and the name if it falls. Kinds whose swaps differ
+# opposite effect): by the name of the kind if the loss rises, by "negative" and the name of its pattern if it falls, so that
+# nothing without which the loss falls is called induction. Kinds whose swaps differ
 # by at most :data:`MARGIN` standard errors of the difference are named together. Otherwise, if the ablation raises the loss,
 # the head is named by the kind of its pattern if that swap is significant, or is "other": the model needs it, but not for any
 # one of these kinds of position. If the ablation lowers the loss it is "harmful": the model does better without it. If the
@@ -120,7 +121,7 @@ def name_by_loss(
         names: kind -> name of a head of that kind.
         by_pattern: the name by its pattern.
         ablation: the increase of the loss without the head, and its standard error.
-        swaps: the increase for each kind considered; NaN if not measured because the ablation changes almost nothing.
+        swaps: the increase for each kind considered, which counts where the ablation's does; NaN elsewhere.
         errors: two kinds -> standard error of their difference; the same kind twice -> that of its swap.
     """
     cost, error = ablation
@@ -132,7 +133,12 @@ def name_by_loss(
     if cost > 0:
         kinds = kinds or tuple(kind for kind in by_pattern.kinds if kind in alike)
         return Named(tied(names, kinds), kinds) if kinds else Named(OTHER, ())
-    return Named(NEGATIVE + tied(names, kinds), kinds) if kinds else Named(HARMFUL, ())
+    return Named(NEGATIVE + tied(BY_PATTERN, kinds), kinds) if kinds else Named(HARMFUL, ())
+
+
+def is_significant(effect: AblationEffect) -> Bool[Tensor, "layer head"]:
+    """The heads whose ablation changes the loss significantly, which alone are named by what they read."""
+    return effect.loss_change.abs() > (MARGIN * effect.loss_error).clamp(min=COSTLY)
 
 
 def _unchanged(by_pattern: Named, cost: float, error: float) -> Named:

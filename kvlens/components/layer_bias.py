@@ -14,6 +14,7 @@ from transformer_lens.hook_points import HookPoint
 from kvlens.components.heads import is_hooked, through
 from kvlens.errors import KVLensError, first_line, warn
 from kvlens.kv_bias import Features, Keys, KVBias, VirtualKeys
+from kvlens.kv_bias.layers import grouped_where_equal
 from kvlens.ops.softmax_attention import ExtraKeys
 
 Computed = TypeVar("Computed")
@@ -91,26 +92,23 @@ class LayerBias(NamedTuple):
         part: the tensors of the bias themselves, so that those in training are read as they are then.
         last: the raw rows "k", "v" and "q" before the text, :attr:`kvlens.kv_bias.Layer.last`.
         position_offset: the position at which the text starts.
+        n_prompts: the size of the axis ``batch`` of the bias; here it is 1 where all rows are the same one.
         unhooked, extra: what :meth:`through_hooks` and :meth:`extra_keys` gave.
     """
 
     part: Any
     last: Mapping[str, Float[Tensor, "batch window head d_head"]]
     position_offset: int | Int[Tensor, " batch"]
+    n_prompts: int
     unhooked: Remembered[Any]
     extra: Remembered[ExtraKeys | None]
 
     @classmethod
     def of(cls, bias: KVBias, layer: int, device: torch.device) -> "LayerBias":
         """Of ``layer``, numbered among all layers of the model."""
-        held, offset = bias.layers[layer], bias.position_offset
+        held, offset = bias.layers[layer].once(), bias.position_offset
         offset = offset.to(device) if isinstance(offset, Tensor) else offset
-        return cls(held.attention, held.last, offset, Remembered(), Remembered())
-
-    @property
-    def n_prompts(self) -> int:
-        """The size of the axis ``batch``."""
-        return len(self.part.b_kv)
+        return cls(held.attention, held.last, offset, bias.n_rows, Remembered(), Remembered())
 
     def extra_keys(self, part: Keys, dtype: torch.dtype) -> ExtraKeys | None:
         """``part`` as :meth:`through_hooks` gave it, as further keys of a softmax; None where that cannot express it."""
@@ -138,11 +136,11 @@ class LayerBias(NamedTuple):
         if not any(b.requires_grad for b in left.values()) and all(torch.equal(b, given[name]) for name, b in left.items()):
             return plain
         n_kv_heads = plain.n_kv_heads
-        b_kv, b_d = _grouped_where_equal(n_kv_heads, left["b_kv"], left["b_d"])
+        b_kv, b_d = grouped_where_equal(n_kv_heads, left["b_kv"], left["b_d"])
         changed: Features = replace(plain, b_kv=b_kv, b_d=b_d, log_scale=torch.zeros_like(plain.log_scale))
         if "b_keys" not in left:
             return changed
-        (keys,) = _grouped_where_equal(n_kv_heads, left["b_keys"])
+        (keys,) = grouped_where_equal(n_kv_heads, left["b_keys"])
         distance = plain.distance.to(device)
         distance = distance.repeat_interleave(keys.shape[1] // distance.shape[1], dim=1).expand(len(keys), -1, -1)
         return replace(changed, features=VirtualKeys(keys, distance))
@@ -232,13 +230,3 @@ def _checked(hook: HookPoint, b: Tensor, hooked: Tensor) -> Tensor:
             "bias.per_query_head()"
         )
     return hooked
-
-
-def _grouped_where_equal(n_kv_heads: int, *rows: Tensor) -> tuple[Tensor, ...]:
-    """Reduce rows per query head to one per key-value head if those of each group are equal, so that they read as unhooked."""
-    if any(b.requires_grad for b in rows):
-        return rows  # each query head has a gradient of its own
-    groups = [b.unflatten(1, (n_kv_heads, -1)) for b in rows]
-    if not all(torch.equal(b, b[:, :, :1].expand_as(b)) for b in groups):
-        return rows
-    return tuple(b[:, :, 0] for b in groups)

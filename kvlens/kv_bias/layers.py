@@ -80,6 +80,10 @@ class State:
         """The part without what nobody reads."""
         return self
 
+    def per_kv_head(self: P) -> P:
+        """The part with a row of b_kv and b_d for every key-value head, where its query heads have equal ones."""
+        return self
+
     @classmethod
     def total(cls: type[P], parts: Sequence[P]) -> P:
         """The sum of parts of one kind."""
@@ -118,6 +122,10 @@ class Features(State):
 
     def per_query_head(self: F, n_heads: int) -> F:
         return self if n_heads == self.n_heads else self.times(torch.ones(n_heads))
+
+    def per_kv_head(self: F) -> F:
+        b_kv, b_d = grouped_where_equal(self.n_kv_heads, self.b_kv, self.b_d)
+        return replace(self, b_kv=b_kv, b_d=b_d)
 
     def times(self: F, factor: float | Tensor) -> F:
         """As of a state; numbers for the query heads give each of them a row of its own."""
@@ -338,6 +346,11 @@ class Layer:
         """The layer with ``change`` applied to every tensor that has a row for each prompt."""
         return Layer(tuple(part.rows(change) for part in self.parts), {name: change(x) for name, x in self.last.items()})
 
+    def once(self) -> "Layer":
+        """The layer with one row where all rows are views of the same, as :meth:`kvlens.KVBias.repeat` makes them."""
+        repeated = all(x.shape[0] > 1 and x.stride(0) == 0 for x in self.tensors().values())
+        return self.rows(lambda x: x[:1]) if repeated else self
+
     def tensors(self) -> dict[str, Tensor]:
         """Those that have a row for each prompt by the names that :meth:`kvlens.KVBias.stacked` takes."""
         found = {} if self.attention is None else self.attention.tensors()
@@ -354,6 +367,16 @@ class Layer:
 
         last = {name: tensors.get(name if name == "conv" else f"last_{name}", x) for name, x in self.last.items()}
         return Layer(tuple(map(part_with, self.parts)), last)
+
+
+def grouped_where_equal(n_kv_heads: int, *rows: Tensor) -> tuple[Tensor, ...]:
+    """Reduce rows per query head to one per key-value head if those of each group are equal, so that they read as unhooked."""
+    if any(b.requires_grad for b in rows):
+        return rows  # each query head has a gradient of its own
+    groups = [b.unflatten(1, (n_kv_heads, -1)) for b in rows]
+    if not all(torch.equal(b, b[:, :, :1].expand_as(b)) for b in groups):
+        return rows
+    return tuple(b[:, :, 0] for b in groups)
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from analysis_models import PENCIL_PROMPT, PENCIL_TEXT, SOFTMAX, VARIANTS, bernoulli_kl, centered, pencil_model, tokens
 from kvlens.analyses.attribution.terms import PositionExchange, Terms
-from kvlens.analyses.bias.exchange import HeadExchange, LayerExchange, in_one_space
+from kvlens.analyses.bias.exchange import HeadExchange, LayerExchange, in_one_space, zeros_of
 from kvlens.analyses.segments import telling
 from precision import LAW, relative_error
 from small_models import sharp
@@ -159,6 +159,40 @@ def test_one_token_of_text_has_no_loss():
     assert frame[["loss_change", "zero_loss_change"]].isna().all(axis=None)
     assert frame[["ablation_kl", "zero_kl"]].notna().all(axis=None)
     assert bias_effects(sharp(), PROMPT, TEXT[:1], by="model")[["loss_change", "logit_change"]].isna().all(axis=None)
+
+
+@pytest.mark.parametrize("name", ["softmax, rotary, grouped", "softmax, shifted, grouped", "gqa, queries shifted", "gqa decay"])
+def test_a_row_is_read_from_its_first_layer_on_as_by_a_whole_pass(name):
+    """The slow form: one pass of all rows, from the tokens on."""
+    model = sharp(name)
+    own, *donors = in_one_space(*(convert_prompt(model, prompt) for prompt in (PROMPT, *OTHERS[:2])))
+    exchange = HeadExchange(own, *donors)
+    one, two = exchange.of(0, 1), exchange.of(1, 2)
+    sets = [*([part] for part in range(len(exchange.parts))), one + two, exchange.of(1), exchange.of(), [], two]
+    chosen, donor = exchange.rows(sets), torch.arange(len(sets)) % 2
+    fast = torch.cat(list(exchange.logits(model, TEXT, chosen, donor)))
+    with model.kv_bias(exchange.biases(chosen, donor=donor)):
+        slow = model(TEXT.expand(len(chosen), -1))
+    assert relative_error(fast, slow) < LAW
+    assert relative_error(fast[-2], read(model, own)) < LAW  # of no parts
+
+
+def test_layers_below_a_head_are_not_run_again_and_rows_share_the_other_layers():
+    model, n_rows, n_biases = sharp("softmax, rotary, grouped"), [0, 0], []
+    n_heads = model.cfg.n_heads
+
+    def count(resid, hook):
+        n_rows[hook.layer()] += len(resid)
+        if len(resid) > 2:
+            n_biases.append([len(block.attn.layer_bias.part.b_kv) for block in model.blocks])
+
+    bias = convert_prompt(model, PROMPT)
+    exchange = HeadExchange(bias, zeros_of(bias))
+    chosen = exchange.rows([exchange.of(layer, head) for layer in range(2) for head in range(n_heads)])
+    with model.hooks(fwd_hooks=[(f"blocks.{layer}.hook_resid_pre", count) for layer in range(2)]):
+        list(exchange.logits(model, TEXT, chosen))
+    assert n_rows == [1 + n_heads, 1 + 2 * n_heads]  # the whole prompt's pass, and each head's layers
+    assert n_biases == [[n_heads, 1], [n_heads, 1], [1, n_heads]]
 
 
 def test_the_rows_of_a_pass_change_only_rounding(monkeypatch):

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from analysis_models import SHARP, heads_and_verdicts, shifted_heads, two_layer_circuit
+from kvlens.analyses.heads import induction, naming
 from kvlens.analyses.heads.ablation import standard_error, swap_costs
 from kvlens.analyses.heads.induction import measured_heads
 from kvlens.analyses.heads.repeated_text import PATTERNS, RepeatedTokens, ShiftTaps, draw_piece, pattern_scores, repeat_tokens
@@ -26,6 +27,7 @@ from kvlens.analyses.heads.verdicts import (
     name_by_loss,
     name_heads,
 )
+from pandas.testing import assert_frame_equal
 from small_models import sharp
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
@@ -324,8 +326,8 @@ def test_names_by_the_loss_have_a_sign_a_margin_and_ties():
     assert by_loss(0.5, [0.40, 0.40]) == by_loss(0.5, [0.43, 0.40]) == "induction / previous token"
     assert by_loss(0.5, [0.45, 0.40]) == "induction"  # by more than two standard errors of the difference
     assert by_loss(0.5, [0.45, 0.40], between=0.03) == "induction / previous token"
-    assert by_loss(-0.5, [-0.4, 0.01]) == "negative induction"
-    assert by_loss(-0.5, [-0.4, -0.4]) == "negative induction / previous token"
+    assert by_loss(-0.5, [-0.4, 0.01]) == "negative prefix matching"
+    assert by_loss(-0.5, [-0.4, -0.4]) == "negative prefix matching / previous token"
     assert by_loss(-0.5, [0.01, -0.01]) == HARMFUL and by_loss(0.5, [0.01, -0.01]) == OTHER
     assert by_loss(-1.2, [0.3, 0.01]) == HARMFUL  # what it reads there helps by a quarter of the harm
     assert by_loss(-0.2, [0.3, 0.01]) == HARMFUL  # it costs nothing to remove, whatever it reads
@@ -355,7 +357,7 @@ def test_an_induction_head_that_lowers_what_it_finds_is_a_negative_one():
     model = faint_heads(SHARP, -3.0)
     assert heads_and_verdicts(model, n_sequences=3, n_repeated=8)["verdict"].iloc[0] == "prefix matching"
     head = heads_and_verdicts(model, n_sequences=3, n_repeated=8, ablations=True).iloc[0]
-    assert head["verdict"] == "negative induction" and head["prefix_matching_loss_change"] < -COSTLY
+    assert head["verdict"] == "negative prefix matching" and head["prefix_matching_loss_change"] < -COSTLY
 
 
 @pytest.mark.parametrize(("name", "n_induction"), [("induction-shift-1l", 2), ("induction-plain-2l", 0), ("facts-linear", 0)])
@@ -368,6 +370,23 @@ def test_a_head_is_called_induction_only_where_the_loss_rises_without_it(name, n
     called = asked[asked["verdict"].str.contains("induction")]
     assert len(called) == n_induction
     assert (called["ablation_loss_change"] > (MARGIN * called["ablation_loss_error"]).clip(lower=COSTLY)).all()
+
+
+def test_what_heads_read_is_swapped_only_where_the_verdict_needs_it(monkeypatch):
+    """A swap takes four times the rows of an ablation; the verdicts are those with every head swapped."""
+    model, asked, settings = two_layer_circuit(), [], dict(n_sequences=3, n_repeated=8, ablations=True)
+
+    def count(*given):
+        asked.append(int(given[-1].sum()))
+        return swap_costs(*given)
+
+    monkeypatch.setattr(induction, "swap_costs", count)
+    found = induction_verdicts(model, **settings)
+    significant = found["ablation_loss_change"].abs() > (MARGIN * found["ablation_loss_error"]).clip(lower=COSTLY)
+    assert asked == [significant.sum()] and 0 < asked[0] < len(found)
+    monkeypatch.setattr(naming, "is_significant", lambda effect: torch.ones_like(effect.loss_change, dtype=torch.bool))
+    assert_frame_equal(induction_verdicts(model, **settings), found)
+    assert asked[1] == len(found)
 
 
 @pytest.mark.parametrize("name", ["facts-linear", "facts-gpt2"])
