@@ -13,25 +13,37 @@ Shares and means over many cases are :func:`reading_shares`; how well two halves
 A part "reads the fact" only beside two controls: as many random parts, and the same with another sentence taken away.
 """
 
+import random
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens import KVBias, KVLensError, KVModel, convert_prompt, counterfactuals
 from kvlens.analyses.attribution.answers import answer_tokens
 from kvlens.analyses.bias.exchange import HEAD, LayerExchange
-from kvlens.analyses.declaration import PROMPT_OR_CHAT, Columns, Field, Option, analysis
+from kvlens.analyses.declaration import Columns, Field, Option, analysis
 from kvlens.analyses.heads.ablation import cached
+from kvlens.analyses.heads.retrieval import (
+    OF_RECORD,
+    Case,
+    ReadCase,
+    agreement_of_halves,
+    bootstrapped,
+    case_of,
+    columns_of_cases,
+    of_cases,
+    read_cases,
+)
 from kvlens.analyses.segments import OnProgress, progress
 from kvlens.analyses.sequences import PromptTokens, TextTokens, one_sequence
 from kvlens.arguments import Span
 from kvlens.chat import prompt_layout
-from kvlens.checks import checked
+from kvlens.checks import Seed, checked
 from kvlens.explanation.claims import walk
 from kvlens.model import head_hooks, heads_per_layer
 from kvlens.units import Layout, Unit, cut, positions_of
@@ -56,19 +68,17 @@ SHARES = Columns(
     fall_high=("float64", ""),
 )
 PART = ["part", "layer", "head"]
-N_RESAMPLES, N_SPLITS = 2000, 200
+OF_HEADS = columns_of_cases(
+    "fall of the answer's log-probability, nats, when this head alone reads the document without the needle",
+    "the same without another sentence, which does not hold the answer; NaN where there is none, or no tokenizer",
+)
 
 
 @analysis(
     COLUMNS,
     "in which layers, key-value groups and heads the model reads a fact of the prompt: each exchanged, and the answer's fall",
     cost="both prompts once; the text and the answer once for each layer, group and head, those of a layer from there on",
-    inputs={
-        "prompt": PROMPT_OR_CHAT,
-        "text": Field("text", lambda model, text: one_sequence(model, "text", text), required=False),
-        "answer": Field("answer"),
-        "without": Field("without"),
-    },
+    inputs=OF_RECORD | {"without": Field("without")},
     options={"heads": Option("also groups and heads, not layers alone")},
 )
 @checked
@@ -118,9 +128,8 @@ def reading_layers(
         raise KVLensError("without: the prompt's last token is read with the text; take away what stands before it")
     between = layout.tokens[:0] if text is None else one_sequence(model, "text", text)
     said = answer_tokens(model, "answer", answer)
-    whole = convert_prompt(model, layout.tokens[:-1])
-    other = convert_prompt(model, counterfactuals(model, layout.tokens[:-1], gone[None, :-1])).select_prompt(0)
-    reading = _Reading(model, whole, other, torch.cat([layout.tokens[-1:], between, said[:-1]]), said)
+    text = torch.cat([layout.tokens[-1:], between, said[:-1]])
+    reading = _Reading.without(model, layout.tokens[:-1], gone[:-1], text, said)
     with progress("reading_layers") as tell:
         found = [*reading.layers(), *(reading.heads(tell) if heads else ())]
     return COLUMNS.frame(
@@ -156,6 +165,12 @@ class _Reading:
         self.model, self.whole, self.other, self.text, self.answer = model, whole, other, text, answer
         self.log_p = self._read(whole.repeat(1))[0]
 
+    @classmethod
+    def without(cls, model: KVModel, prompt: Tensor, gone: Bool[Tensor, " pos"], text: Tensor, answer: Tensor) -> "_Reading":
+        """Of a prompt, and of the same without some of its tokens."""
+        other = convert_prompt(model, counterfactuals(model, prompt, gone[None])).select_prompt(0)
+        return cls(model, convert_prompt(model, prompt), other, text, answer)
+
     def _read(self, biases: KVBias) -> Float[Tensor, "row answer_pos d_vocab"]:
         n_rows = biases.batch_size or 1
         with self.model.kv_bias(biases):
@@ -169,12 +184,12 @@ class _Reading:
         log_p = torch.cat([self._read(biases) for biases in exchange.batches(rows)])
         return self._found([("all", -1, -1), *(("layer", layer, -1) for layer in exchange.parts)], log_p)
 
-    def heads(self, tell: OnProgress) -> list[_Found]:
-        """Exchange each group, then each head."""
+    def heads(self, tell: OnProgress, with_groups: bool = True) -> list[_Found]:
+        """Exchange each group, then each head; or heads alone."""
         starts, writes = self._both()
         of_groups, of_heads = list[_Found](), list[_Found]()
         for layer, n_heads in enumerate(heads_per_layer(self.model)):
-            groups = self._groups(layer)
+            groups = self._groups(layer) if with_groups else []
             sets = [*groups, *([head] for head in range(n_heads))]
             names = [("group", layer, i) for i in range(len(groups))] + [("head", layer, head) for head in range(n_heads)]
             found = self._found(names, self._exchanged(layer, sets, starts[layer], writes[layer])) if sets else []
@@ -228,6 +243,80 @@ class _Reading:
         return [_Found(*name, fall, firm < n) for name, fall, firm in rows]
 
 
+@OF_HEADS.document
+@checked
+@torch.no_grad()
+def reading_heads(model: KVModel, cases: Sequence[Case], *, seed: Seed = 0) -> pd.DataFrame:
+    """Score every head by how far the answer falls when this head alone reads the document without the needle.
+
+    What :func:`reading_layers` measures of single heads, over many cases, beside a null, with the stability of the list.
+
+    >>> from kvlens import HookedKVTransformer
+    >>> from kvlens.analyses import reading_heads
+    >>> model = HookedKVTransformer.from_zoo("facts-gpt2")
+    >>> document = "Mira keeps a goat. Kaya feeds a donkey. Olga has a hen."
+    >>> asked = [("Kaya", " donkey"), ("Olga", " hen")]
+    >>> cases = [(document, f" Which animal does {who} keep? {who} keeps a", answer) for who, answer in asked]
+    >>> heads = reading_heads(model, cases)
+    >>> len(heads), bool(heads["score"].max() > 1 > heads["null"].max())
+    (8, True)
+
+    Args:
+        model: that is asked.
+        cases: as of :func:`kvlens.analyses.retrieval_heads`. Without a question the document's last token is read with the
+            answer.
+        seed: of the null's sentences, the splits and the resamples.
+
+    Returns:
+        One row per head, by layer, then head:
+
+        {columns}
+
+    Raises:
+        KVLensError: as :func:`kvlens.analyses.retrieval_heads`; a needle that has the last token of a document without a
+            question.
+    """
+    read, draw = read_cases(model, "reading_heads", cases), random.Random(seed)
+    found = list[tuple[list[float], list[float]]]()
+    with progress("reading_heads") as tell:
+        for number, case in enumerate(read):
+            needle = positions_of(case.needle, len(case.document.tokens)).any(dim=0)
+            others = [] if model.tokenizer is None else cut(model, case.document, "sentence")
+            end = len(needle) - (not len(case.question))
+            others = [unit for unit in others if not needle[unit.start : unit.stop].any() and unit.stop <= end]
+            other = positions_of([draw.choice(others)], len(needle))[0] if others else None
+            falls = _falls_of_heads(model, case, needle, lambda done, at=number: tell((at + done / 2) / len(read)))  # type: ignore[misc]
+            null = [float("nan")] * len(falls) if other is None else _falls_of_heads(model, case, other, lambda done: None)
+            found.append((falls, null))
+            tell((number + 1) / len(read))
+    scores, null = np.array(found).swapaxes(0, 1)
+    return OF_HEADS.frame(of_cases(model, scores, null, seed))
+
+
+def _falls_of_heads(model: KVModel, case: ReadCase, gone: Bool[Tensor, " pos"], tell: OnProgress) -> list[float]:
+    """The answer's fall with each head reading the document without some tokens, by layer."""
+    document, text = case.document.tokens, case.question
+    if not len(text):
+        document, text = document[:-1], document[-1:]
+    if bool(gone[len(document) :].any()):
+        raise KVLensError("reading_heads: without a question the document's last token is read with the answer; leave it")
+    text = torch.cat([text, case.answer[:-1]])
+    reading = _Reading.without(model, document, gone[: len(document)].to(document.device), text, case.answer)
+    return [each.fall for each in reading.heads(tell, with_groups=False)]
+
+
+@analysis(
+    OF_HEADS,
+    "reading heads: how far the answer falls when one head alone reads the document without what the answer rests on",
+    of=reading_heads,
+    cost="the document three times; the question and the answer twice for each head, from its layer on",
+    inputs=OF_RECORD,
+)
+def _of_record(model: KVModel, prompt: Any, text: Tensor | None = None, *, answer: Any, without: Any = None) -> pd.DataFrame:
+    """:func:`reading_heads` on one case, without an interval."""
+    return reading_heads(model, [case_of(prompt, text, answer, without)])
+
+
 @SHARES.document
 def reading_shares(tables: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
     """Over many cases, how often each part loses the answer, and by how much it falls, with intervals.
@@ -248,8 +337,7 @@ def reading_shares(tables: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
     """
     lost, falls = _by_case(tables)
     n = len(lost)
-    again = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=N_RESAMPLES) / n
-    low, high = np.quantile(again @ falls.to_numpy(), [0.025, 0.975], axis=0)
+    low, high = bootstrapped(falls.to_numpy(), seed)
     share = lost.to_numpy().mean(axis=0)
     share_low, share_high = wilson(share, n)
     return SHARES.frame(
@@ -287,13 +375,7 @@ def reading_stability(tables: pd.DataFrame, part: str, seed: int = 0) -> float:
     falls = _by_case(tables)[1]
     if part not in falls.columns.get_level_values("part") or len(falls) < 2:
         raise KVLensError(f"reading_stability: expected at least two cases with rows of part {part!r}, got {len(falls)} cases")
-    values, draw = falls.xs(part, axis=1, level="part").to_numpy(), np.random.default_rng(seed)
-    found = []
-    for _ in range(N_SPLITS):
-        halves = np.array_split(draw.permutation(len(values)), 2)
-        one, other = (pd.Series(values[half].mean(axis=0)).rank() for half in halves)
-        found.append(one.corr(other))
-    return float(np.mean(found))
+    return agreement_of_halves(falls.xs(part, axis=1, level="part").to_numpy(), seed)
 
 
 def _by_case(tables: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:

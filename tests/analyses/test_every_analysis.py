@@ -95,6 +95,12 @@ def reading(model, prompt, text, other, *, answer, **target):
     return analyses.reading_layers(model, prompt, text, answer=answer, without=["widget is purple"])
 
 
+def of_a_case(name):
+    return lambda model, prompt, text, other, *, answer, **target: getattr(analyses, name)(
+        model, [(prompt, text, answer, "widget is purple")]
+    )
+
+
 def circuit(model, prompt, other, *, answer, rival):
     return analyses.circuit(model, prompt, other, (answer, rival), confirm=4).keep(9).edges
 
@@ -118,6 +124,7 @@ IN_A_BATCH = {  # name of the analysis, and what else -> its options on the comm
     "composition": (dict(kinds="K"), lambda model, *given, **target: analyses.composition(model, kinds=["K"])),
     "layer_contributions": (dict(per_head=True), contributions),
     "reading_layers": ({}, reading),
+    **{name: ({}, of_a_case(name)) for name in ("reading_heads", "retrieval_heads")},
 }
 CALLS = {
     **{name: call for name, (_, call) in IN_A_BATCH.items()},

@@ -27,6 +27,7 @@ ONE, UNITS = dict(by=[(0, 4)]), [(0, 3), (3, 7), (7, 9)]
 OTHER = {UNITS[1]: some_tokens(4, seed=2)}
 NULL = Null(19, prompts=[some_tokens(8, seed=seed) for seed in range(5)])
 FEW, ABLATIONS = dict(n_sequences=1, n_repeated=8), dict(n_sequences=2, n_repeated=9, ablations=True)
+CASES = [(PROMPT, TEXT, PROMPT[4:6], [(3, 7)]), (PROMPT.flip(0), None, PROMPT[2:3], [(5, 8)])]
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "baseline_ablation": (PROMPT, TEXT, [[(1, 0)]]),
     "bias_ablation": (PROMPT, TEXT, [[(1, 0)]]),
@@ -35,6 +36,8 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "composition": (),
     "induction_heads": (),
     "induction_verdicts": (),
+    "reading_heads": (CASES,),
+    "retrieval_heads": (CASES,),
     "state_half_lives": (PROMPT,),
     "state_memory": (PROMPT,),
 }
@@ -58,7 +61,15 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "why_attends": [dict(layer=1, head=1), dict(layer=2, head=3, query=8, key=2)],
 }
 """With the first of these an analysis runs on every model, with all of them on both front ends."""
-OF_HEADS = ("composition", "head_details", "induction_heads", "induction_verdicts", "linked_shares", "prompt_copies")
+OF_HEADS = (
+    "composition",
+    "head_details",
+    "induction_heads",
+    "induction_verdicts",
+    "linked_shares",
+    "prompt_copies",
+    "retrieval_heads",
+)
 """Compared on grouped heads with rotary positions too."""
 SAME = {
     "attention_under_bias": ["pattern"],
