@@ -25,7 +25,9 @@ not); EAP-IG's path leads from 0 to 1 for all heads at once.
 
 *Estimates.* How much the metric falls when the edge alone is cut, to first order: (y_w - y'_w) . g_r, with g_r the gradient of
 the metric at the reader's input, summed over positions, and the mean over pairs. EAP takes the gradient at the clean prompt,
-EAP-IG the mean of those at z' + k / steps (z - z'), k = 1 .. steps, where z and z' are the embeddings of the two prompts. A
+EAP-IG the mean of those at z' + k / steps (z - z'), k = 1 .. steps, where z and z' are the embeddings of the two prompts. With
+*activations*, the path leads from what the writers of one stage (the embedding, a layer's heads, an MLP) wrote on the corrupted
+prompt to what they write on the clean one, for the edges out of that stage alone; all else is the clean pass. A
 node's estimate is the sum over its edges, which is that of its output: the gradient there is the sum of its readers'. An edge
 that hurts has a negative one. What it is in a run with the edge alone cut is its *metric_fall*.
 

@@ -1,10 +1,11 @@
 """A circuit: estimates of all edges, those that are kept, and what they keep of the metric; see the package."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Annotated, Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import pandas as pd
 import torch
@@ -55,6 +56,13 @@ FAITHFULNESS = Columns(
     metric=("float64", "of the circuit, mean over pairs"),
     faithfulness=("float64", "(metric - corrupted) / (clean - corrupted)"),
 )
+PATHS = Columns(
+    path=("int64", "from 0"),
+    nodes=("str", "from the embedding to the logits, such as ``embedding > mlp0 > 3.2 > logits``"),
+    inputs=("str", "what each of them but the first reads with, such as ``mlp > q > logits``"),
+    n_edges=("int64", "of the path"),
+    width=("float64", "the smallest size of an estimate on it, beside what the paths before it take"),
+)
 SIZES = Columns(
     n_edges=("int64", "in the circuit, without those that lead nowhere"),
     n_nodes=("int64", "likewise, with the embedding and the logits"),
@@ -62,6 +70,7 @@ SIZES = Columns(
     faithfulness=("float64", "(metric - corrupted) / (clean - corrupted)"),
 )
 Counted = Literal["edges", "nodes"]
+Method = Literal["eap", "eap_ig", "eap_ig_activations"]
 
 
 @dataclass(frozen=True)
@@ -133,6 +142,33 @@ class Circuit:
                 "kept": self.kept[writer, reader],
             }
         )
+
+    @PATHS.document
+    @checked
+    def paths(self, n: Annotated[int, Within(1)] = 10) -> pd.DataFrame:
+        """The widest paths from the embedding to the logits through the kept edges.
+
+        A path is as wide as its narrowest edge, and an edge as its estimate is large (without sign), less the widths of all
+        paths before this one that lead through it: no estimate is counted twice, as in a flow that is split into paths.
+
+        Args:
+            n: how many paths, at most.
+
+        Returns:
+            One row per path, the widest first:
+
+            {columns}
+        """
+        left, rows = (self.estimates.abs() * self.kept).clone(), []
+        while len(rows) < n and (found := self.graph.widest(left))[0] > 0:
+            width, edges = found
+            for edge in edges:
+                left[edge] -= width
+            names = [_name(*self.graph.writers[writer], self.model.cfg.n_layers) for writer, _ in edges]
+            inputs = [self.graph.readers[reader].input for _, reader in edges]
+            rows.append((len(rows), " > ".join([*names, "logits"]), " > ".join(inputs), len(edges), width))
+        columns = zip(*rows, strict=True) if rows else [[]] * len(PATHS)
+        return PATHS.frame(dict(zip(PATHS, map(list, columns), strict=True)))
 
     @checked
     def keep(
@@ -307,7 +343,7 @@ def circuit(
     metric: CircuitMetric | AnswerAndRival | None = None,
     *,
     without: By | Sequence[By] | None = None,
-    method: Literal["eap", "eap_ig"] = "eap_ig",
+    method: Method = "eap_ig",
     steps: Annotated[int, Within(1)] = 5,
     confirm: Annotated[int, Within(0)] = 0,
     size: int | None = None,
@@ -322,8 +358,9 @@ def circuit(
             [pair, pos, d_vocab] that returns [pair], for pairs that all have the same length.
         without: instead of corrupted prompts, what of each prompt is hidden in the corrupted run: strings that occur in it or
             ranges of tokens (start, stop); or a list of those for each prompt. The other tokens keep their positions.
-        method: ``eap`` or ``eap_ig``.
-        steps: of the path between the two embeddings, or from hidden tokens to those that are there, for ``eap_ig``.
+        method: ``eap``, ``eap_ig`` (of inputs), or ``eap_ig_activations``, which takes a gradient for each step and layer's
+            heads or MLP: ``1 + (steps - 1) (2 n_layers + 1)`` of them, where the former take 1 and ``steps``.
+        steps: of the path between the two embeddings, or from hidden tokens to those that are there, for all but ``eap``.
         confirm: how many edges, those with the largest estimates (without sign), are run, each cut alone.
         size: how many edges are kept, as by :meth:`Circuit.keep`; None for all.
 
@@ -347,7 +384,9 @@ def circuit(
     by_position = torch.zeros(len(graph.writers), max(pairs.clean.shape[1] for pairs in batches), dtype=torch.float64)
     with progress("circuit") as tell:
         for number, pairs in enumerate(batches):
-            of_edges, of_nodes = _estimates(model, graph, pairs, steps if method == "eap_ig" else 1)
+            of_edges, of_nodes = _estimates(
+                model, graph, pairs, 1 if method == "eap" else steps, method == "eap_ig_activations"
+            )
             total += of_edges
             by_position[:, -of_nodes.shape[1] :] += of_nodes
             tell((number + 1) / len(batches))
@@ -383,33 +422,54 @@ def _no_circuit(model: KVModel, reason: str) -> KVLensError:
 
 
 def _estimates(
-    model: KVModel, graph: Graph, pairs: Pairs, steps: int
+    model: KVModel, graph: Graph, pairs: Pairs, steps: int, by_stage: bool
 ) -> tuple[Float[Tensor, "writer reader"], Float[Tensor, "writer pos"]]:
     """Sums of (y_w - y'_w) . g_r over the pairs: over all positions, and over all readers."""
     ours, theirs = Pass(model, graph, pairs.first), Pass(model, graph, pairs.first, pairs.hidden)
     with torch.no_grad():
         theirs.logits(pairs.corrupted, 1)
         ours.logits(pairs.clean, 1)
-    gradients: list[tuple[slice, Tensor]] = []
-    presence = torch.zeros(len(graph.readers), dtype=torch.float64)
-    for k in range(1, steps + 1):
-        ran = GradientPass(model, graph, pairs.first, pairs.hidden, k / steps)
-        with torch.enable_grad():
-            at = torch.lerp(theirs.embedded, ours.embedded, k / steps).requires_grad_()
-            value = pairs.value(ran.logits(pairs.clean, pairs.n_last, at)).sum()
-        found, of_presence = ran.gradients(value)
-        presence += of_presence / steps
-        gradients = [(some, a.add_(b)) for (some, a), (_, b) in zip(gradients, found, strict=True)] if gradients else found
-    difference, sums = ours.written - theirs.written, torch.zeros(graph.edges.shape, dtype=torch.float64)
+    difference, embedding = ours.written - theirs.written, (EMBEDDING, "mlp")
+    sums = torch.zeros(graph.edges.shape, dtype=torch.float64)
     by_position = torch.zeros(len(graph.writers), pairs.clean.shape[1], dtype=torch.float64)
-    for some, gradient in gradients:
-        n = graph.n_before[some.start]
-        sums[:n, some] = (difference[:n].flatten(1) @ gradient.flatten(1).T).double().cpu() / steps
-        of_nodes = torch.einsum("wipd,ipd->wp", difference[:n], gradient.sum(dim=0)).double().cpu() / steps
-        by_position[:n, pairs.first :] += of_nodes
-    sums[0] += presence
-    by_position[0, pairs.first] += presence.sum()
+    at_the_end = _gradients(model, graph, pairs, ours.embedded)
+    for stage, writers in graph.wrote.items() if by_stage else [(embedding, slice(0, len(graph.writers)))]:
+        total, presence = [(some, gradient / steps) for some, gradient in at_the_end[0]], at_the_end[1] / steps
+        for k in range(1, steps):
+            at, added, share = ours.embedded, dict[tuple[int, str], Tensor](), 1.0
+            if stage == embedding:
+                at, share = torch.lerp(theirs.embedded, ours.embedded, k / steps), k / steps
+            else:
+                added[stage] = difference[writers].sum(dim=0) * (k / steps - 1)
+            found, of_presence = _gradients(model, graph, pairs, at, added, share)
+            total = [(some, a.add_(b, alpha=1 / steps)) for (some, a), (_, b) in zip(total, found, strict=True)]
+            presence = presence + of_presence / steps
+        for some, gradient in total:
+            rows = slice(writers.start, min(writers.stop, graph.n_before[some.start]))
+            if rows.start < rows.stop:
+                sums[rows, some] = (difference[rows].flatten(1) @ gradient.flatten(1).T).double().cpu()
+                of_nodes = torch.einsum("wipd,ipd->wp", difference[rows], gradient.sum(dim=0)).double().cpu()
+                by_position[rows, pairs.first :] += of_nodes
+        if stage == embedding:
+            sums[0] += presence
+            by_position[0, pairs.first] += presence.sum()
     return sums, by_position
+
+
+def _gradients(
+    model: KVModel,
+    graph: Graph,
+    pairs: Pairs,
+    embedded: Float[Tensor, "pair pos d_model"],
+    added: Mapping[tuple[int, str], Tensor] = MappingProxyType({}),
+    share: float = 1.0,
+) -> tuple[list[tuple[slice, Tensor]], Float[Tensor, " reader"]]:
+    """Of the metric's sum, in a run of the clean prompts with other embeddings, or with something added to what nodes write."""
+    ran = GradientPass(model, graph, pairs.first, pairs.hidden, share)
+    ran.added.update(added)
+    with torch.enable_grad():
+        value = pairs.value(ran.logits(pairs.clean, pairs.n_last, embedded.detach().requires_grad_())).sum()
+    return ran.gradients(value)
 
 
 class Faithfulness(NamedTuple):
@@ -480,7 +540,7 @@ def faithfulness(
         "rival": Field("rival"),
     },
     options={
-        "method": Option("of the estimates", choices=("eap", "eap_ig")),
+        "method": Option("of the estimates", choices=get_args(Method)),
         "steps": Option("between the two prompts, for eap_ig"),
         "confirm": Option("how many edges are run, each cut alone"),
         "size": Option("how many edges are kept", value_type=int),
@@ -494,7 +554,7 @@ def edges_of_a_record(
     answer: Any = None,
     rival: Any = None,
     *,
-    method: Literal["eap", "eap_ig"] = "eap_ig",
+    method: Method = "eap_ig",
     steps: int = 5,
     confirm: int = 0,
     size: int | None = None,

@@ -91,6 +91,24 @@ class Graph:
                 useful |= self.feeds[writer]
         return kept & useful
 
+    def widest(self, capacity: Float[Tensor, "writer reader"]) -> tuple[float, list[tuple[int, int]]]:
+        """The way from the embedding to the logits whose narrowest edge is widest: its width, and (writer, reader) of edges."""
+        width, came = torch.zeros(len(self.writers), dtype=capacity.dtype), dict[int, tuple[int, int]]()
+        width[0], last = torch.inf, len(self.readers) - 1
+
+        def best(readers: Tensor) -> tuple[float, tuple[int, int]]:
+            through = torch.minimum(capacity[:, readers], width[:, None])
+            writer, number = divmod(int(through.argmax()), len(readers))
+            return float(through[writer, number]), (writer, int(readers[number]))
+
+        for writer in range(1, len(self.writers)):
+            width[writer], came[writer] = best(self.feeds[writer].nonzero().flatten())
+        found, edge = best(torch.tensor([last]))
+        edges = [edge]
+        while edges[0][0]:
+            edges.insert(0, came[edges[0][0]])
+        return found, edges
+
     def greedy(self, value: Float[Tensor, "writer reader"], n: int) -> Bool[Tensor, "writer reader"]:
         """``n`` edges from the logits down: always the largest of those into what is reached so far (Hanna et al. 2024)."""
         kept, values = torch.zeros_like(self.edges), value.tolist()

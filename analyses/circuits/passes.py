@@ -207,6 +207,7 @@ class GradientPass(Pass):
 
     Attributes:
         share: how far hidden tokens are there, for all heads.
+        added: (layer, ``z`` or ``mlp``) -> what is added to what these writers write, from ``first`` on.
     """
 
     def __init__(
@@ -214,7 +215,16 @@ class GradientPass(Pass):
     ):
         super().__init__(model, graph, first, hidden)
         self.share, self._presence = share, dict[int, Tensor]()
+        self.added = dict[tuple[int, str], Tensor]()
         self._read: list[tuple[Layer | None, str, Tensor, Tensor]] = []
+
+    def _hook(self, stack: ExitStack, layer: Layer) -> None:
+        super()._hook(stack, layer)
+        part = layer.block.parts[0]
+        for x, module in (("z", part.component if layer.behind is None else layer.behind[0]), ("mlp", layer.block.mlp)):
+            if (layer.number, x) in self.added:
+                more = torch.nn.functional.pad(self.added[layer.number, x], (0, 0, self.first, 0))
+                _on(stack, module, lambda y, more=more: y + self.all_rows(more).reshape(y.shape))
 
     def presence(self, layer: Layer) -> Tensor:
         """Likewise."""

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 from functools import partial
 
 import networkx
@@ -246,6 +247,38 @@ def test_an_estimate_is_the_slope_of_the_metric_along_its_edge(name):
         assert estimates[edge] == pytest.approx(float(back - forth) / (2 * step), rel=1e-6)  # less a third derivative
 
 
+@pytest.mark.parametrize("name", ["softmax, learned", "softmax, norms behind heads", "softmax, side by side", "gqa"])
+def test_with_activations_the_path_leads_through_what_one_stage_writes(name):
+    """Of each stage one edge: its reader's gradient, where what all writers of that stage write is on the path."""
+    model, split, steps = shared(name), sharp(name, **SPLIT), 3
+    found = circuit(model, CLEAN, CORRUPTED, everything, method="eap_ig_activations", steps=steps)
+    ours, theirs = ByHooks(split), ByHooks(split)
+    ours.run(CLEAN)
+    theirs.run(CORRUPTED)
+    stages = {"embedding": ["embedding"], "mlp0": ["mlp0"], "0": [f"0.{i}" for i in range(model.cfg.n_heads)], "mlp1": ["mlp1"]}
+    estimates = found.edges.set_index(["writer", "reader", "input"])["estimate"]
+    for stage in stages.values():
+        between = sum(theirs.written[w] - ours.written[w] for w in stage)
+        edge = next(
+            edge for edge in reversed(list(places(found))) if edge[0] == stage[-1] and (edge[2] == "v" or stage == ["mlp1"])
+        )
+        total = 0.0
+        for k in range(1, steps + 1):
+            with torch.enable_grad():
+                one = ByHooks(
+                    split, at=(ours.written["embedding"] + (1 - k / steps) * between * (stage[0] == "embedding")).detach()
+                )
+                point = {"embedding": None, "0.0": "blocks.0.hook_attn_out"}.get(
+                    stage[0], f"blocks.{stage[0][-1]}.hook_mlp_out"
+                )
+                hooks = [] if point is None else [(point, lambda y, hook, more=(1 - k / steps) * between: y + more)]
+                with split.hooks(fwd_hooks=hooks):
+                    value = everything(one.run(CLEAN)).sum()
+                (gradient,) = torch.autograd.grad(value, [one.inputs[edge[1:]]])
+            total += float(((ours.written[edge[0]] - theirs.written[edge[0]]) * gradient).sum()) / (steps * len(CLEAN))
+        assert estimates[edge] == pytest.approx(total, rel=1e-9) and abs(total) > 1e-6
+
+
 @pytest.mark.parametrize("method", ["eap", "eap_ig"])
 def test_estimates_are_the_falls_where_the_model_is_linear(method):
     """Attention that is uniform, and no norms: every edge cut alone lowers the metric by its estimate, and those into the
@@ -363,6 +396,34 @@ def test_circuits_at_sizes_are_those_that_are_kept_and_their_faithfulness_is_tha
         assert (row.n_edges, row.n_nodes) == (one.edges["kept"].sum(), one.nodes["kept"].sum())
     (alone,) = at.circuits[1].at_sizes().table.to_dict("records")
     assert alone == at.table.loc[1].to_dict()
+
+
+def test_paths_are_the_widest_ways_and_take_no_estimate_twice():
+    """By hand: 3 of 5 go through 0.1 to the logits at once, 2.5 through the MLP, and of what 0.1 has left, 1 through 1.2."""
+    found = circuit(shared("softmax, learned"), CLEAN, CORRUPTED, (ANSWERS, RIVALS), method="eap")
+    where, estimates = places(found), torch.zeros_like(found.estimates)
+    sizes = {
+        ("embedding", "0.1", "q"): -5.0,
+        ("0.1", "logits", "logits"): 3.0,
+        ("embedding", "mlp0", "mlp"): 4.0,
+        ("mlp0", "1.2", "v"): -2.5,
+        ("0.1", "1.2", "k"): 1.0,
+        ("1.2", "logits", "logits"): 6.0,
+        ("embedding", "logits", "logits"): 9.0,  # is not kept
+    }
+    for edge, size in sizes.items():
+        estimates[where[edge]] = size
+    kept = found.graph.edges.clone()
+    kept[where["embedding", "logits", "logits"]] = False
+    by_hand = replace(found, estimates=estimates, kept=kept)
+    assert by_hand.paths().values.tolist() == [
+        [0, "embedding > 0.1 > logits", "q > logits", 2, 3.0],
+        [1, "embedding > mlp0 > 1.2 > logits", "mlp > v > logits", 3, 2.5],
+        [2, "embedding > 0.1 > 1.2 > logits", "q > k > logits", 3, 1.0],
+    ]
+    assert len(by_hand.paths(2)) == 2 and not len(replace(by_hand, kept=torch.zeros_like(kept)).paths())
+    all_of_them = found.paths(5)
+    assert all_of_them["width"].is_monotonic_decreasing and len(all_of_them) == 5
 
 
 def rows_kept(frame):
