@@ -24,7 +24,7 @@ from ..registry import on_its_front_ends
 from ..segments import progress
 from .graph import EMBEDDING, Graph, ReaderInput
 from .pairs import AnswerAndRival, CircuitMetric, Pairs, read_pairs
-from .passes import CircuitPass, GradientPass, Pass, explains_the_model
+from .passes import CircuitPass, Pass, PassWithGradients, explains_the_model
 
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """The shares of edges, or of nodes, at which MIB measures a circuit."""
@@ -70,7 +70,7 @@ SIZES = Columns(
     faithfulness=("float64", "(metric - corrupted) / (clean - corrupted)"),
 )
 Counted = Literal["edges", "nodes"]
-Method = Literal["eap", "eap_ig", "eap_ig_activations"]
+EstimateMethod = Literal["eap", "eap_ig", "eap_ig_activations"]
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ def circuit(
     metric: CircuitMetric | AnswerAndRival | None = None,
     *,
     without: By | Sequence[By] | None = None,
-    method: Method = "eap_ig",
+    method: EstimateMethod = "eap_ig",
     steps: Annotated[int, Within(1)] = 5,
     confirm: Annotated[int, Within(0)] = 0,
     size: int | None = None,
@@ -465,7 +465,7 @@ def _gradients(
     share: float = 1.0,
 ) -> tuple[list[tuple[slice, Tensor]], Float[Tensor, " reader"]]:
     """Of the metric's sum, in a run of the clean prompts with other embeddings, or with something added to what nodes write."""
-    ran = GradientPass(model, graph, pairs.first, pairs.hidden, share)
+    ran = PassWithGradients(model, graph, pairs.first, pairs.hidden, share)
     ran.added.update(added)
     with torch.enable_grad():
         value = pairs.value(ran.logits(pairs.clean, pairs.n_last, embedded.detach().requires_grad_())).sum()
@@ -540,7 +540,7 @@ def faithfulness(
         "rival": Field("rival"),
     },
     options={
-        "method": Option("of the estimates", choices=get_args(Method)),
+        "method": Option("of the estimates", choices=get_args(EstimateMethod)),
         "steps": Option("between the two prompts, for eap_ig"),
         "confirm": Option("how many edges are run, each cut alone"),
         "size": Option("how many edges are kept", value_type=int),
@@ -554,7 +554,7 @@ def edges_of_a_record(
     answer: Any = None,
     rival: Any = None,
     *,
-    method: Method = "eap_ig",
+    method: EstimateMethod = "eap_ig",
     steps: int = 5,
     confirm: int = 0,
     size: int | None = None,

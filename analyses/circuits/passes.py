@@ -17,7 +17,7 @@ from .graph import EMBEDDING, Graph
 Written = Float[Tensor, "writer pair pos d_model"]
 
 
-class Layer:
+class CircuitLayer:
     """How a layer's heads and MLP read and write.
 
     Attributes:
@@ -53,11 +53,11 @@ class Layer:
         return heads * ((out - bias) / whole.where(whole != 0, 1))
 
 
-def layers_to_hook(model: KVModel) -> list[Layer]:
+def layers_to_hook(model: KVModel) -> list[CircuitLayer]:
     """All of them."""
     blocks = model.layers()
     before = [model.ends().before, *(block.after for block in blocks)]
-    return [Layer(model, number, block, before[number]) for number, block in enumerate(blocks)]
+    return [CircuitLayer(model, number, block, before[number]) for number, block in enumerate(blocks)]
 
 
 class Pass:
@@ -113,15 +113,15 @@ class Pass:
         """As often as there are rows."""
         return torch.cat([x, x], dim=dim) if self.hidden is not None else x
 
-    def presence(self, layer: Layer) -> Float[Tensor, " kv_head"]:
+    def presence(self, layer: CircuitLayer) -> Float[Tensor, " kv_head"]:
         """How far hidden tokens are there for the heads that share keys, 0 to 1: here for none."""
         return torch.zeros(len(layer.weights["k"]))
 
-    def read_heads(self, layer: Layer, x: str, value: Float[Tensor, "pair pos head d_head"]) -> Tensor | None:
+    def read_heads(self, layer: CircuitLayer, x: str, value: Float[Tensor, "pair pos head d_head"]) -> Tensor | None:
         """Queries, keys or values, if they are to be others."""
         return None
 
-    def read_mlp(self, layer: Layer, stream: Tensor, value: Tensor) -> Tensor | None:
+    def read_mlp(self, layer: CircuitLayer, stream: Tensor, value: Tensor) -> Tensor | None:
         """The input of an MLP behind its norm, if it is to be another; ``stream`` stands before that."""
         return None
 
@@ -134,7 +134,7 @@ class Pass:
         """Note what some writers wrote."""
         self.written[at] = outputs[:, :, self.first :].detach()
 
-    def _hook(self, stack: ExitStack, layer: Layer) -> None:
+    def _hook(self, stack: ExitStack, layer: CircuitLayer) -> None:
         number, block, heads = layer.number, layer.block, list[Tensor]()
 
         def note_stream(x: Tensor) -> None:
@@ -179,14 +179,14 @@ class Pass:
         stack.callback(block.mlp_in.register_forward_pre_hook(change_mlp).remove)
         _on(stack, block.mlp, see_mlp)
 
-    def _mixed(self, layer: Layer, z: Float[Tensor, "row pos head d_head"]) -> Tensor:
+    def _mixed(self, layer: CircuitLayer, z: Float[Tensor, "row pos head d_head"]) -> Tensor:
         if self.hidden is None:
             return z
         there, hidden = z.chunk(2)
         presence = self.presence(layer).to(z)
         return self.all_rows(hidden + presence.repeat_interleave(z.shape[2] // len(presence))[:, None] * (there - hidden))
 
-    def _changed_heads(self, layer: Layer, x: str, value: Tensor) -> Tensor | None:
+    def _changed_heads(self, layer: CircuitLayer, x: str, value: Tensor) -> Tensor | None:
         n = self.graph.at[layer.number, x].stop - self.graph.at[layer.number, x].start
         changed = self.read_heads(layer, x, value if value.dim() == 4 else value.unflatten(-1, (n, -1)))
         return None if changed is None else changed.reshape(value.shape)
@@ -202,7 +202,7 @@ def _on(stack: ExitStack, module: nn.Module, see: Callable[[Tensor], Tensor | No
     stack.callback(module.register_forward_hook(hook).remove)
 
 
-class GradientPass(Pass):
+class PassWithGradients(Pass):
     """A pass behind which the gradients of a value at every reader's input are found.
 
     Attributes:
@@ -216,9 +216,9 @@ class GradientPass(Pass):
         super().__init__(model, graph, first, hidden)
         self.share, self._presence = share, dict[int, Tensor]()
         self.added = dict[tuple[int, str], Tensor]()
-        self._read: list[tuple[Layer | None, str, Tensor, Tensor]] = []
+        self._read: list[tuple[CircuitLayer | None, str, Tensor, Tensor]] = []
 
-    def _hook(self, stack: ExitStack, layer: Layer) -> None:
+    def _hook(self, stack: ExitStack, layer: CircuitLayer) -> None:
         super()._hook(stack, layer)
         part = layer.block.parts[0]
         for x, module in (("z", part.component if layer.behind is None else layer.behind[0]), ("mlp", layer.block.mlp)):
@@ -226,18 +226,18 @@ class GradientPass(Pass):
                 more = torch.nn.functional.pad(self.added[layer.number, x], (0, 0, self.first, 0))
                 _on(stack, module, lambda y, more=more: y + self.all_rows(more).reshape(y.shape))
 
-    def presence(self, layer: Layer) -> Tensor:
+    def presence(self, layer: CircuitLayer) -> Tensor:
         """Likewise."""
         n = len(layer.weights["k"])
         self._presence[layer.number] = found = self.embedded.new_full((n,), self.share).requires_grad_()
         return found
 
-    def read_heads(self, layer: Layer, x: str, value: Tensor) -> Tensor:
+    def read_heads(self, layer: CircuitLayer, x: str, value: Tensor) -> Tensor:
         """Note where a gradient is asked for: what is returned is read on."""
         self._read.append((layer, x, self._stream.detach(), value))
         return value
 
-    def read_mlp(self, layer: Layer, stream: Tensor, value: Tensor) -> Tensor:
+    def read_mlp(self, layer: CircuitLayer, stream: Tensor, value: Tensor) -> Tensor:
         """Likewise; heads may read the same tensor."""
         self._read.append((layer, "mlp", stream.detach(), value := value.view(stream.shape)))
         return value
@@ -270,7 +270,7 @@ class GradientPass(Pass):
         return found, presence
 
 
-def _through_norm(layer: Layer, x: str, stream: Tensor, gradients: Float[Tensor, "reader pair pos d_model"]) -> Tensor:
+def _through_norm(layer: CircuitLayer, x: str, stream: Tensor, gradients: Float[Tensor, "reader pair pos d_model"]) -> Tensor:
     with torch.enable_grad():
         each = stream.expand(gradients.shape).requires_grad_()
         return torch.autograd.grad(layer.normalized(each, x), each, gradients)[0]
@@ -290,7 +290,7 @@ class CircuitPass(Pass):
         """Note how far they are from what was written on the corrupted prompt."""
         torch.sub(self.corrupted.written[at], outputs[:, :, self.first :], out=self.written[at])
 
-    def presence(self, layer: Layer) -> Bool[Tensor, " kv_head"]:
+    def presence(self, layer: CircuitLayer) -> Bool[Tensor, " kv_head"]:
         """For each head of keys."""
         return ~self.cut[0, self.graph.at[layer.number, "k"]]
 
@@ -302,7 +302,7 @@ class CircuitPass(Pass):
         changes = torch.tensordot(columns.T.to(self.written), self.written[:n], dims=1)
         return self.all_rows(changes, dim=1).add_(stream[:, self.first :]), which
 
-    def read_heads(self, layer: Layer, x: str, value: Tensor) -> Tensor:
+    def read_heads(self, layer: CircuitLayer, x: str, value: Tensor) -> Tensor:
         """Behind norm and projection, with what is changed of the stream."""
         every, some = self.graph.attention(layer.number), self.graph.at[layer.number, x]
         if layer.number not in self._moved:
@@ -316,7 +316,7 @@ class CircuitPass(Pass):
             value[:, self.first :, heads] += torch.einsum("bpm,hmd->bphd", moved[number], layer.weights[x][heads])
         return value
 
-    def read_mlp(self, layer: Layer, stream: Tensor, value: Tensor) -> Tensor:
+    def read_mlp(self, layer: CircuitLayer, stream: Tensor, value: Tensor) -> Tensor:
         """The normalized stream, with what is changed of it."""
         (seen,), _ = self.seen(stream, self.graph.at[layer.number, "mlp"])
         value = value.reshape(stream.shape).clone()
