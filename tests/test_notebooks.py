@@ -17,7 +17,7 @@ NOTEBOOKS = sorted(FOLDER.glob("[0-9]*.py"))
 (COMMAND,) = re.findall(r"`python (make.py \d+)`", (FOLDER / "README.md").read_text(encoding="utf-8"))
 MADE = COMMAND.split()[-1]
 """The number of the notebook that is made, in a kernel of its own."""
-REAL = "10_a_real_model.py"
+REAL = "10_a_real_model.py", "11_circuits.py"
 LARGEST = 300_000
 """Bytes that a notebook shows, but for those that show a circuitsvis view, which brings 1.3 MB of script."""
 
@@ -50,7 +50,7 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
     """In a fork, which has imported torch; the other one is run in a kernel of its own below."""
     jupytext = pytest.importorskip("jupytext", reason='needs the extra: pip install -e ".[notebooks]"')
     pytest.importorskip("ipykernel", reason='needs the extra: pip install -e ".[notebooks]"')
-    if path.name == REAL and not Path(os.environ.get("KVLENS_REAL_MODELS", "nowhere"), "smollm2.gguf").is_file():
+    if path.name in REAL and not Path(os.environ.get("KVLENS_REAL_MODELS", "nowhere"), "smollm2.gguf").is_file():
         pytest.skip("no real model here: KVLENS_REAL_MODELS names a folder with smollm2.gguf, which .ci/run downloads")
     monkeypatch.setenv("KVLENS_NOTEBOOK_VALUES", "1")  # of the five of each kind of fact in the notebook of the real model
     cells = [cell.source for cell in jupytext.read(path).cells if cell.cell_type == "code"]

@@ -325,7 +325,8 @@ def test_a_circuit_fits_a_narrow_screen(tmp_path):
         const nodes = [...shown.querySelectorAll(".node")];
         if (!nodes.length) return undefined;
         if (!shown.querySelector(".panels td")) return undefined;
-        if (!shown.querySelector("h3")) nodes.find((node) => node.textContent === "1.2").dispatchEvent(new MouseEvent("click"));
+        const node = nodes.find((one) => one.textContent === "1.2");
+        if (!shown.querySelector("figure").dataset.chosen) node.dispatchEvent(new MouseEvent("click"));
         return shown.querySelector(".one-head canvas") ? nodes.length : undefined;
     """
     width, page_width, n_nodes, over = narrow(circuit_view(a_circuit(), [60], n_reasons=2).to_html(), tmp_path, drawn)
@@ -543,7 +544,7 @@ def test_the_slider_of_a_circuit_shows_its_sizes_and_a_node_what_it_reads_and_wr
     assert (node, pressed, address, cleared) == ("embedding", "true", "", "")
     out = kept[kept["writer"] == "embedding"]
     (title,) = of_embedding
-    assert title == (f"Who reads it: the largest 12 of {len(out)} edges" if len(out) > 12 else "Who reads it")
+    assert title == (f"Who reads it: the largest 12 of {len(out)}" if len(out) > 12 else "Who reads it")
     assert [row[2] for row in of_embedding[title]] == [number(x, out["estimate"].abs().max()) for x in out["estimate"][:12]]
     into = kept[kept["reader"].eq("1.2")]
     names = {"q": "queries", "k": "keys", "v": "values"}
@@ -703,6 +704,6 @@ def test_pictures_at_full_strength_have_no_finding(tmp_path):
 @needs_axe
 @pytest.mark.parametrize("chosen", ["", "1.2", "mlp1"])
 def test_a_circuit_has_no_finding(chosen, tmp_path):
-    page = circuit_view(a_circuit(), [40, 70], n_reasons=3).to_html()
+    page = Page("circuit").section("x").add(circuit_view(a_circuit(), [40, 70], n_reasons=3)).to_html()
     choose = f'{CIRCUIT} named("{chosen}")?.dispatchEvent(new MouseEvent("click"));'
     assert findings(page, tmp_path, choose) == []

@@ -130,7 +130,7 @@
     const most = [...edges].sort((a, b) => Math.abs(b.estimate) - Math.abs(a.estimate)).slice(0, LISTED);
     if (!most.length) return [];
     const rows = most.map((edge) => [...ends(edge), INPUTS[edge.input], edge.estimate, ...(run ? [edge.fall] : [])]);
-    const whole = edges.length > LISTED ? `${title}: the largest ${LISTED} of ${edges.length} edges` : title;
+    const whole = edges.length > LISTED ? `${title}: the largest ${LISTED} of ${edges.length}` : title;
     return [panel(whole, table(whole, [...heads, "through", "estimate", ...(run ? ["fall in a run"] : [])], rows))];
   };
 
@@ -194,8 +194,8 @@
     const tell = () => {
       const panels = element("div", "panels");
       if (!chosen) {
-        panels.append(...edgeTable("The circuit", shown, (edge) => [choices([edge.from]), readersOf(edge)], ["writer", "reader"], run));
-        return detail.replaceChildren(panels);
+        panels.append(...edgeTable("Edges", shown, (edge) => [choices([edge.from]), readersOf(edge)], ["writer", "reader"], run));
+        return detail.replaceChildren(element("h3", "", "The circuit"), panels);
       }
       const node = chosen, title = nameOf(node), own = data.by_position[node.i];
       detail.replaceChildren(element("h3", "", title[0].toUpperCase() + title.slice(1)));
