@@ -74,9 +74,17 @@ def in_frame(page: str) -> str:
     return f'<iframe srcdoc="{html.escape(page)}" style="width:100%;height:420px;border:0" loading="eager"></iframe>'
 
 
+OTHERWISE = {
+    r'(`\$\{\w+\.replace\(/\\s/g,""\)\}) \(\$\{\w+\}\)`': r"\1`",
+    r"(ticks:\{display:!0)(,minRotation:45,maxRotation:90)?\}": r"\1,autoSkip:!1\2}",
+}
+"""What circuitsvis does otherwise in a page: it adds its own numbers to tokens that have theirs, and where it is narrow labels
+every second one."""
+
+
 @functools.cache
 def circuitsvis_bundle() -> str:
-    """circuitsvis' JavaScript from the installed package, which defines the global ``CircuitsVis``.
+    """circuitsvis' JavaScript from the installed package, which defines the global ``CircuitsVis``; :data:`OTHERWISE`.
 
     Raises:
         KVLensError: the installed circuitsvis has no bundle.
@@ -85,6 +93,8 @@ def circuitsvis_bundle() -> str:
         source = files("circuitsvis").joinpath("dist", "cdn", "iife.js").read_text(encoding="utf-8")
     except (ModuleNotFoundError, FileNotFoundError) as error:
         raise KVLensError("circuitsvis' JavaScript (dist/cdn/iife.js) is missing; pip install 'circuitsvis>=1.43'") from error
+    for written, instead in OTHERWISE.items():
+        source = re.sub(written, instead, source)
     return source.replace("</script", "<\\/script")  # in a string of React, where it would end our element
 
 

@@ -8,6 +8,7 @@ import gzip
 import hashlib
 import math
 import re
+from importlib.resources import files
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -51,7 +52,7 @@ from kvlens.viz._figures import FULL_COLOR, block_means, block_size, strongest
 from kvlens.viz._text import data_script, html_text, label, number, part_note, percent, running
 from kvlens.viz.attention import strongest_positions
 from kvlens.viz.heads import MAX_CELLS, details_json
-from kvlens.viz.page import SCRIPTS, circuitsvis_bundle
+from kvlens.viz.page import OTHERWISE, SCRIPTS, circuitsvis_bundle
 
 # --- heads and attention ---------------------------------------------------------------------------------------------
 
@@ -455,6 +456,14 @@ def test_the_map_in_given_axes_holds_the_numbers(grid):
 
 
 # --- pages -----------------------------------------------------------------------------------------------------------
+
+
+def test_circuitsvis_labels_every_token_with_its_one_number():
+    """Which are those of its place in prompt or text, and are written by us."""
+    source = files("circuitsvis").joinpath("dist", "cdn", "iife.js").read_text(encoding="utf-8")
+    assert [len(re.findall(written, source)) for written in OTHERWISE] == [1, 2]
+    bundle = circuitsvis_bundle()
+    assert bundle.count("autoSkip:!1") == 2 and not any(re.search(written, bundle) for written in OTHERWISE)
 
 
 def test_a_page_holds_all_pieces_and_circuitsvis_once_compressed():
