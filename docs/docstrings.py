@@ -30,6 +30,7 @@ _NAME = re.compile(r"(?<![`\w}\[])`~?(kvlens(?:\.\w+)+)(\(\))?`(?!`)")
 def markdown(text: str) -> str:
     """A docstring as Markdown of MyST; sections become lists of fields."""
     config = Config(napoleon_use_ivar=True, napoleon_use_rtype=False, napoleon_use_admonition_for_examples=False)
+    text = re.sub(r"^Returns:\n +", ":returns: ", text, flags=re.M)  # what stands before a colon there is no type
     fields = re.sub(r"(?<=:)(param|ivar) ([^:\n]*, [^:\n]*):", _several, str(GoogleDocstring(text, config)))
     return linked(tables(fenced(fields)))
 

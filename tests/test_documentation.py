@@ -122,7 +122,7 @@ def test_the_search_finds_the_right_page_first(words, tmp_path):
     address = f"{(SITE / 'search.html').as_uri()}?q={quote(words)}"
     command = [CHROMIUM, *FLAGS, f"--user-data-dir={tmp_path}", "--dump-dom", address]
     done = subprocess.run(command, capture_output=True, timeout=120, check=True, text=True)
-    first = re.search(r'<ul class="search".*?<a href="([^"#?]*)', done.stdout, flags=re.DOTALL)
+    first = re.search(r'<ul[^>]* class="search".*?<a href="([^"#?]*)', done.stdout, flags=re.DOTALL)
     assert first is not None and first[1].removeprefix("./") == FOUND[words]
 
 
