@@ -246,9 +246,7 @@ class PassWithGradients(Pass):
         """Likewise."""
         self._read.append((None, "logits", stream, stream))
 
-    def gradients(
-        self, value: Float[Tensor, ""]
-    ) -> tuple[list[tuple[slice, Float[Tensor, "reader pair n_last d_model"]]], Float[Tensor, " reader"]]:
+    def gradients(self, value: Float[Tensor, ""]) -> tuple[list[tuple[slice, Tensor]], Float[Tensor, " reader"]]:
         """Of readers that read together, which they are, and the gradients at their inputs; and those of the presence of hidden
         tokens for the readers of keys."""
         points, n_read = [point for *_, point in self._read], len(self._read)
