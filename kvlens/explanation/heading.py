@@ -1,11 +1,11 @@
 """What heads an explanation: of the words that the response says, those that answer the question.
 
-Long claims fall by many nats, whatever was asked, and a response often repeats the question first, so that behind its words an
-answer falls by nothing when the question goes. Therefore each candidate is read as if it were the whole response: its
-log-probability right behind the prompt, minus that behind the prompt without the question. The claim with the largest
-difference heads the explanation. What answers the question may not depend on the prompt at all: another run of content words
-with a name or a number, none of them the question's, that the model says without any unit, too, heads it if it is ahead of
-every claim by more than `AHEAD` nats.
+Long claims fall by many nats, whatever was asked, and a response often repeats the question first, so that behind its words
+an answer falls by nothing when the question goes. Therefore each candidate is read as if it were the whole response: its
+log-probability right behind the prompt, minus that behind the prompt without the question. To this is added a `SHARE_OF_FALL`
+of the nats by which it falls without all units, of which no more than `MOST_FALL` count. The largest sum heads the
+explanation. Candidates are the claims and, since what answers the question may not depend on the prompt at all, other runs of
+content words with a name or a number, none of them the question's, that the model says without any unit, too.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,9 @@ from torch import Tensor
 from kvlens.explanation.citations import needs_account
 from kvlens.explanation.claims import DEPENDS, SAID, Claim, claims_of, normal, places_of_words
 
-AHEAD = 2.0
-"""Nats by which words that depend on no unit have to be ahead of every claim."""
+SHARE_OF_FALL, MOST_FALL = 0.3, 10.0
+"""SmolLM2, 11 right answers of Natural Questions with a claim that states the short answer: it heads 9 with any share from 0.1
+to 0.4, 8 without; 5 where the largest fall heads, and 6 where the first claim does."""
 
 
 def candidates_of(explaining: Any) -> list[Claim]:
@@ -50,15 +51,15 @@ def asked_for(explaining: Any, candidates: list[Claim]) -> list[float]:
     return [a - b for a, b in zip(whole, other, strict=True)]
 
 
-def answering(scores: Sequence[float], n_claims: int) -> int:
+def answering(candidates: Sequence[Claim], asked: Sequence[float]) -> int:
     """The number of the candidate that heads the explanation.
 
     Args:
-        scores: of :func:`asked_for`.
-        n_claims: how many of the candidates, the first, are claims.
+        candidates: of :func:`candidates_of`.
+        asked: of :func:`asked_for`.
     """
-    ranked = [score - (0.0 if i < n_claims else AHEAD) for i, score in enumerate(scores)]
-    return max(range(len(ranked)), key=ranked.__getitem__)
+    sums = [score + SHARE_OF_FALL * min(max(each.nats, 0.0), MOST_FALL) for each, score in zip(candidates, asked, strict=True)]
+    return max(range(len(sums)), key=sums.__getitem__)
 
 
 def _tokens(explaining: Any, claim: Claim) -> Tensor:

@@ -334,7 +334,7 @@ class _Explaining:
             return max(range(len(self.claims)), key=lambda i: self.claims[i].nats)
         scores = asked_for(self, candidates)
         self.asked = {each[1:3]: score for each, score in zip(candidates, scores, strict=True)}
-        best = answering(scores, len(self.claims))
+        best = answering(candidates, scores)
         return best if best < len(self.claims) else self._with_claim(candidates[best])
 
     def _with_claim(self, claim: Claim) -> int:

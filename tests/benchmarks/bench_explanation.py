@@ -39,7 +39,7 @@ from plain_transformers import Plain, again
 
 import kvlens
 from kvlens.explanation import paragraphs
-from kvlens.explanation.heading import asked_for, candidates_of
+from kvlens.explanation.heading import answering, asked_for, candidates_of
 from kvlens.explanation.reading import wilson
 from kvlens.explanation.runs import ENDS, MORE_TOKENS, responses, stop_tokens
 from kvlens.explanation.steps import _Explaining, _Prompt
@@ -204,14 +204,15 @@ def head_scores(model: Any, chat: Any, answers: list[str]) -> dict[str, Any]:
         "largest token": [float(falls[span].max()) for span in spans],
         "mean of tokens": [float(falls[span].mean()) for span in spans],
         "question removed": [float(asked.falls[span].sum()) for span in spans],
-        "asked for": asked_for(explaining, candidates),
+        "asked for": (scores := asked_for(explaining, candidates)),
+        "what is shown": [float(i == answering(candidates, scores)) for i in range(len(candidates))],
     }
 
 
 def head_rates(cases: list[dict[str, Any]]) -> str:
     """How often each rule chooses a claim that states the short answer, of the cases that have one, in both halves."""
     lines = []
-    for name in ("largest sum", "first", "largest token", "mean of tokens", "question removed", "asked for"):
+    for name in ("largest sum", "first", "largest token", "mean of tokens", "question removed", "asked for", "what is shown"):
         rates = []
         for half in (cases[::2], cases[1::2]):
             able = [case for case in half if any(case["states"][: case["n_claims"]])] if half else []
