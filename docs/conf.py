@@ -1,6 +1,7 @@
-"""The documentation site: `sphinx-build -W --keep-going -d build/doctrees -c docs . build/site` writes build/site/index.html.
+"""The documentation site: `sphinx-build -E -W --keep-going -d build/doctrees -c docs . build/site`; open build/site/index.html.
 
-The source folder is the repository, so that notebooks, results and the guide are pages where they stand.
+The source folder is the repository, so that notebooks, results and the guide are pages where they stand. -E: the search index
+of a second build would lack the index entries of pages that did not change.
 """
 
 import ast

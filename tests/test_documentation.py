@@ -19,7 +19,7 @@ from tiny_hf import tiny_hf_model, tiny_tokenizer
 ROOT = Path(__file__).resolve().parents[1]
 DOCS, SITE = ROOT / "docs", ROOT / "build/site"
 PAGES = [DOCS / "start.md", *sorted(path for path in (DOCS / "how-to").glob("*.md") if path.name != "index.md")]
-BUILD = "sphinx-build -W --keep-going -d build/doctrees -c docs . build/site"
+BUILD = "sphinx-build -E -W --keep-going -d build/doctrees -c docs . build/site"
 needs_site = pytest.mark.skipif(not (SITE / "index.html").is_file(), reason=f"no site here; {BUILD}")
 
 
