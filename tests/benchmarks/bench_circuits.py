@@ -258,20 +258,22 @@ class Run:
         from kvlens.analyses.circuits.graph import Graph
 
         graph = Graph(self.model)
-        empty = torch.full(graph.edges.shape, torch.nan, dtype=torch.float64)
+        nothing = torch.full(graph.edges.shape, torch.nan, dtype=torch.float64)
+        by_position = torch.zeros(len(graph.writers), 0, dtype=torch.float64)
+        return Circuit(self.model, [], graph, self._scores(method, graph), nothing, by_position, graph.edges)
+
+    def _scores(self, method: str, graph: Any) -> torch.Tensor:
         path = self.cache / f"{method}.pt"
         if method.startswith("random"):
             drawn = torch.Generator().manual_seed(int(method.removeprefix("random")))
-            scores = torch.rand(graph.edges.shape, generator=drawn, dtype=torch.float64) * graph.edges
-            return Circuit(self.model, [], graph, scores, empty, graph.edges)
+            return torch.rand(graph.edges.shape, generator=drawn, dtype=torch.float64) * graph.edges
         if method == "circuitkit":
-            scores = grouped(torch.load(self.cache / "circuitkit_scores.pt"), graph)
-            return Circuit(self.model, [], graph, scores, empty, graph.edges)
+            return grouped(torch.load(self.cache / "circuitkit_scores.pt"), graph)
         if not path.exists():
             started = time.process_time()
             torch.save(self._estimates(method), path)
             print(f"{time.strftime('%H:%M')} {path} {time.process_time() - started:.0f} s", flush=True)
-        return Circuit(self.model, [], graph, torch.load(path), empty, graph.edges)
+        return torch.load(path)
 
     def _estimates(self, method: str) -> torch.Tensor:
         if not method.startswith("confirmed"):
