@@ -58,7 +58,7 @@ def kl_divergence(log_p: Float[Tensor, "*p pos d_vocab"], log_q: Float[Tensor, "
     return (log_p.exp() * (log_p - log_q)).sum(dim=-1).clamp(min=0)
 
 
-def divergences(
+def divergences_from(
     log_p: Float[Tensor, "pos d_vocab"], logits: Float[Tensor, "row pos d_vocab"]
 ) -> tuple[Float[Tensor, "row pos"], Float[Tensor, "row pos"]]:
     """:func:`kl_divergence` from p to the predictions of many rows, and the logarithms of their normalizers, in float64.

@@ -37,7 +37,7 @@ from ..predictions import (
     KL,
     LOGIT_CHANGE,
     LOSS_CHANGE,
-    divergences,
+    divergences_from,
     log_probabilities,
     next_token_losses,
     text_logits,
@@ -184,7 +184,7 @@ def _measured(
             if with_logits:
                 values.append(target.value(logits) - target.value(whole_logits))
             if number == 0:
-                kl, log_n = divergences(whole, logits)
+                kl, log_n = divergences_from(whole, logits)
                 losses = next_token_losses(logits, target.text).double() + log_n
                 found["kl"] += kl.mean(dim=-1).tolist()
                 found["loss_change"] += (losses[:, :-1].mean(dim=-1) - whole_loss).tolist()
