@@ -92,7 +92,7 @@ class LayerBias(NamedTuple):
         part: the tensors of the bias themselves, so that those in training are read as they are then.
         last: the raw rows "k", "v" and "q" before the text, :attr:`kvlens.kv_bias.Layer.last`.
         position_offset: the position at which the text starts.
-        n_prompts: the size of the axis ``batch`` of the bias; here it is 1 where all rows are the same one.
+        n_prompts: the size of the axis ``batch`` of the bias; here it is 1 where all rows are the same one, but for hooks.
         unhooked, extra: what :meth:`through_hooks` and :meth:`extra_keys` gave.
     """
 
@@ -109,6 +109,10 @@ class LayerBias(NamedTuple):
         held, offset = bias.layers[layer].once(), bias.position_offset
         offset = offset.to(device) if isinstance(offset, Tensor) else offset
         return cls(held.attention, held.last, offset, bias.n_rows, Remembered(), Remembered())
+
+    def of_every_prompt(self, b: Tensor) -> Tensor:
+        """A tensor of the bias with a row of its own for each prompt, as hooks are shown it."""
+        return b if len(b) == self.n_prompts else b.repeat_interleave(self.n_prompts, dim=0)
 
     def extra_keys(self, part: Keys, dtype: torch.dtype) -> ExtraKeys | None:
         """``part`` as :meth:`through_hooks` gave it, as further keys of a softmax; None where that cannot express it."""
@@ -131,7 +135,8 @@ class LayerBias(NamedTuple):
         hooks = {name: getattr(points, f"hook_{name}") for name in ("b_kv", "b_d", *(("b_keys",) if keyed else ()))}
         if not is_hooked(*hooks.values()):
             return plain
-        given = {name: shown(plain, name, n_heads) for name, hook in hooks.items() if name != "b_keys" or is_hooked(hook)}
+        names = [name for name, hook in hooks.items() if name != "b_keys" or is_hooked(hook)]
+        given = {name: self.of_every_prompt(shown(plain, name, n_heads)) for name in names}
         left = {name: _of_as_many_keys(hooks[name], b) for name, b in given.items()}
         if not any(b.requires_grad for b in left.values()) and all(torch.equal(b, given[name]) for name, b in left.items()):
             return plain
@@ -187,6 +192,8 @@ def read_bias(attn: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | N
     """
     if attn.layer_bias is not None:
         b_kv, b_d = attn.layer_bias.part.b_kv, attn.layer_bias.part.b_d
+        if is_hooked(attn.hook_b_kv, attn.hook_b_d):
+            b_kv, b_d = (attn.layer_bias.of_every_prompt(b) for b in (b_kv, b_d))
     elif attn.cfg.trainable_kv_bias:
         b_kv, b_d = attn.b_KV[None], attn.b_D[None]
     else:

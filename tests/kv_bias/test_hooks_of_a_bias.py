@@ -162,6 +162,21 @@ def test_patched_together_they_are_select_and_plus(model, steps, scales):
             assert relative_error(logits(model, one, patched(two, layer, head)), expected) > 1e-3  # and all of it does
 
 
+@pytest.mark.parametrize("attention", ["linear", "softmax"])
+def test_a_repeated_bias_is_shown_with_a_row_for_each_prompt(attention):
+    """Though it is read once."""
+    model = linear_model(**GROUPED) if attention == "linear" else model_of("softmax", "rotary, grouped")
+    bias = convert_prompt(model, ONE)
+
+    def ablate(b, hook):
+        assert len(b) == len(TEXT)
+        b[1, 3] = 0
+
+    hooks = [(f"blocks.1.attn.hook_{name}", ablate) for name in ("b_kv", "b_d")]
+    expected = torch.cat([logits(model, of, text=row[None]) for of, row in zip((bias, without(bias, 1, 3)), TEXT, strict=True)])
+    assert relative_error(logits(model, bias.repeat(2), hooks), expected) < LAW
+
+
 @pytest.mark.parametrize("steps", STEPS)
 def test_in_rows_of_a_batch_and_while_decoding(model, steps):
     """Each row of a batch of texts has its own head patched; token by token, at every step."""
