@@ -256,9 +256,10 @@ class Circuit:
     def to_json(self, sizes: Sequence[int | float] = ()) -> str:
         """The circuit as JSON, for other programs.
 
-        It has ``model``, its name; ``pairs``, of each the tokens of ``clean`` and ``corrupted`` as text; ``clean`` and
-        ``corrupted``, the metric on the two, means over pairs; ``nodes`` and ``edges``, the rows of these frames that are kept,
-        and ``faithfulness``, those of :meth:`at_sizes`, each an object by column. What is NaN in a frame is null.
+        It has ``model``, its name; ``pairs``, of each the tokens of ``clean`` and ``corrupted`` as text, null for a hidden one;
+        ``clean`` and ``corrupted``, the metric on the two, means over pairs; ``nodes`` and ``edges``, the rows of these frames
+        that are kept, and ``faithfulness``, those of :meth:`at_sizes`, each an object by column. What is NaN in a frame is
+        null.
 
         Args:
             sizes: as of :meth:`at_sizes`.
@@ -266,16 +267,22 @@ class Circuit:
         Raises:
             KVLensError: as :meth:`at_sizes`.
         """
-        found, pairs = self.at_sizes(sizes), [pair for of in self.batches for pair in zip(of.clean, of.corrupted, strict=True)]
+        found = self.at_sizes(sizes)
         frames = {"nodes": self.nodes[self.nodes["kept"]], "edges": self.edges[self.edges["kept"]], "faithfulness": found.table}
         written = {
             "model": self.model.cfg.model_name,
-            "pairs": [{"clean": token_texts(self.model, a), "corrupted": token_texts(self.model, b)} for a, b in pairs],
+            "pairs": [self.texts(pairs, i)._asdict() for pairs in self.batches for i in range(len(pairs.clean))],
             "clean": found.clean,
             "corrupted": found.corrupted,
             **{name: frame.astype(object).where(frame.notna(), None).to_dict("records") for name, frame in frames.items()},
         }
         return json.dumps(written, allow_nan=False, indent=1)
+
+    def texts(self, pairs: Pairs, i: int) -> "PairTexts":
+        """The tokens of one pair as text; None in the corrupted prompt for those that are hidden."""
+        clean, corrupted = (token_texts(self.model, of[i]) for of in (pairs.clean, pairs.corrupted))
+        hidden = [False] * len(clean) if pairs.hidden is None else pairs.hidden[i].tolist()
+        return PairTexts(clean, [None if out else text for text, out in zip(corrupted, hidden, strict=True)])
 
     def n_units(self, by: Counted) -> int:
         """All edges, or all heads and MLPs."""
@@ -310,6 +317,13 @@ class Circuit:
                 logits = CircuitPass(self.model, self.graph, kept, other).logits(pairs.clean, pairs.n_last)
                 found[key] = pairs.value(logits).double().cpu()
         return torch.stack([found[key] for key in keys])
+
+
+class PairTexts(NamedTuple):
+    """The tokens of a clean prompt and of its corrupted one as text."""
+
+    clean: list[str]
+    corrupted: list[str | None]
 
 
 class AtSizes(NamedTuple):

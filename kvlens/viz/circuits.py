@@ -20,7 +20,6 @@ from kvlens.analyses import AtSizes, Circuit, why_attends
 from kvlens.checks import Within, checked
 from kvlens.errors import KVLensError, brief
 from kvlens.model import HeadsRead, visit_heads
-from kvlens.texts import token_texts
 from kvlens.viz._text import data_script, html_text, label, number, printable, quantized, rounded
 from kvlens.viz.page import Piece
 
@@ -105,7 +104,7 @@ class _Drawing(NamedTuple):
         stops: of each circuit its numbers, its rows and columns, and the places of its nodes.
         first: which of them is shown first.
         prompt: the first of the longest clean prompts.
-        tokens: its tokens as text, and those of its corrupted one.
+        tokens, corrupted: its tokens as text, and those of its corrupted one.
     """
 
     nodes: pd.DataFrame
@@ -114,20 +113,21 @@ class _Drawing(NamedTuple):
     stops: list[dict[str, Any]]
     first: int
     prompt: Int[Tensor, " pos"]
-    tokens: list[list[str]]
+    tokens: list[str]
+    corrupted: list[str | None]
 
 
 def _drawing(found: Circuit, at: AtSizes, roles: Mapping[str, Sequence[int]] | None) -> _Drawing:
     graphs = [one.to_networkx() for one in at.circuits]
     longest = next(pairs for pairs in found.batches if pairs.clean.shape[1] == found.by_position.shape[1])
-    tokens = [token_texts(found.model, of[0]) for of in (longest.clean, longest.corrupted)]
-    columns, effects, last = _columns(found, tokens[0], roles)
+    tokens, corrupted = found.texts(longest, 0)
+    columns, effects, last = _columns(found, tokens, roles)
     places = [*effects.abs().argmax(dim=1).tolist(), last]  # where the logits are read
     nodes = found.nodes.assign(column=places).set_index("node", drop=False)
     nodes = nodes[nodes["node"].isin(graphs[-1])]
     stops = [_stop(nodes, graph, row) for graph, row in zip(graphs, at.table.to_dict("records"), strict=True)]
     enough = [*(at.table["faithfulness"] >= ENOUGH), True].index(True)
-    return _Drawing(nodes, _edges(graphs), columns, stops, min(enough, len(stops) - 1), longest.clean[0], tokens)
+    return _Drawing(nodes, _edges(graphs), columns, stops, min(enough, len(stops) - 1), longest.clean[0], tokens, corrupted)
 
 
 def _at_sizes(found: Circuit, sizes: Sequence[int | float] | None) -> AtSizes:
@@ -195,7 +195,7 @@ def _stop(nodes: pd.DataFrame, graph: Any, row: dict[str, Any]) -> dict[str, Any
 
 
 def _note(found: Circuit, drawing: _Drawing) -> str:
-    n, by_role = sum(len(pairs.clean) for pairs in found.batches), drawing.columns is not drawing.tokens[0]
+    n, by_role = sum(len(pairs.clean) for pairs in found.batches), drawing.columns is not drawing.tokens
     which = "the first" if len(found.batches) == 1 else "one"
     tokens = "" if n == 1 or by_role else f"; tokens are those of {which} of {n} pairs"
     return (
@@ -209,7 +209,6 @@ def _note(found: Circuit, drawing: _Drawing) -> str:
 def _json(found: Circuit, drawing: _Drawing) -> dict[str, Any]:
     index = {node: i for i, node in enumerate(drawing.nodes["node"])}
     by_position = dict(zip(found.nodes["node"], found.by_position, strict=False))  # the logits write nothing
-    tokens, corrupted_tokens = drawing.tokens
     return {
         "nodes": [[x.node, x.layer, x.head, rounded(x.estimate, 6), x.column] for x in drawing.nodes.itertuples()],
         "edges": [
@@ -223,8 +222,8 @@ def _json(found: Circuit, drawing: _Drawing) -> dict[str, Any]:
             for x in drawing.edges.itertuples()
         ],
         "columns": drawing.columns,
-        "tokens": tokens,
-        "corrupted_tokens": corrupted_tokens,
+        "tokens": drawing.tokens,
+        "corrupted_tokens": drawing.corrupted,
         "by_position": [quantized(by_position[node]) if node in by_position else None for node in index],
         "stops": [{**stop, "places": [[index[node], *at] for node, at in stop["places"].items()]} for stop in drawing.stops],
         "first": drawing.first,

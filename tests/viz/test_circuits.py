@@ -172,3 +172,10 @@ def test_a_long_prompt_shows_the_tokens_at_which_nodes_stand(found, monkeypatch)
     for stop in data["stops"]:
         assert [column for column, _ in stop["columns"]] == sorted({data["nodes"][node][4] for node, *_ in stop["places"]})
     assert torch.tensor([n for stop in data["stops"] for _, n in stop["columns"]]).min() >= 1
+
+
+def test_tokens_that_are_hidden_in_the_corrupted_prompt_are_so_named():
+    found = circuit(softmax(), CLEAN[0], None, (" widget", " gadget"), without=[(4, 7)], method="eap")
+    data = data_of(circuit_view(found, SIZES, n_reasons=1))
+    assert [i for i, text in enumerate(data["corrupted_tokens"]) if text is None] == [4, 5, 6]
+    assert len(data["reasons"]) == 1 and len(data["patterns"]) > 1

@@ -200,8 +200,9 @@
       const node = chosen, title = nameOf(node), own = data.by_position[node.i];
       detail.replaceChildren(element("h3", "", title[0].toUpperCase() + title.slice(1)));
       if (own) {
-        const values = valuesOf(own), says = (token, i, x) => `${i} ${label(token)}: ${number(x)}` +
-          (data.corrupted_tokens[i] === token ? "" : `; corrupted: ${label(data.corrupted_tokens[i])}`);
+        const values = valuesOf(own), other = data.corrupted_tokens;
+        const corrupted = (token, i) => (other[i] === token ? "" : `; corrupted: ${other[i] === null ? "hidden" : label(other[i])}`);
+        const says = (token, i, x) => `${i} ${label(token)}: ${number(x)}${corrupted(token, i)}`;
         detail.append(
           element("p", "note", `Estimate ${number(node.estimate)}: by so much the metric falls with its output corrupted, to first order. By token:`),
           coloredTokens(`tokens, colored by the estimate of ${title}`, data.tokens, values, strongest(values), says));
