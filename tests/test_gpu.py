@@ -209,7 +209,7 @@ def test_commands_run_there_unless_told_otherwise():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["compaction", "conversion-accuracy", "dual-heads", "facts-recall"])
+@pytest.mark.parametrize("name", ["compaction", "conversion-accuracy", "dual-heads"])
 def test_an_experiment_on_a_given_model_runs_there(name, monkeypatch):
     monkeypatch.setattr("kvlens.conversion.features.STEPS", 9)
     assert main(["reproduce", name, "--scale", "tiny"]) == 0

@@ -6,6 +6,7 @@ and compares with the paper's numbers. Repeated, either command resumes what was
 
 import argparse
 import json
+import shlex
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -211,8 +212,16 @@ def _run(experiment: Any, args: argparse.Namespace, folder: Path) -> None:
         except KeyboardInterrupt:
             print(f"\nkvlens: training runs are kept in {visible(args.runs)}; the same command resumes them", file=sys.stderr)
             raise
-        summary = write_experiment(outcome, experiment, args.scale, perf_counter() - started, folder, overwrite=args.overwrite)
+        given = (outcome, experiment, args.scale, perf_counter() - started, folder)
+        summary = write_experiment(*given, overwrite=args.overwrite, command=_command(experiment.name, args))
     _print_summary(summary, folder)
+
+
+def _command(name: str, args: argparse.Namespace) -> str:
+    """What repeats a run; of a model only the name, not where it lies."""
+    scale = [] if args.scale == "small" else ["--scale", args.scale]
+    model = [] if args.model is None else ["--model", Path(args.model).name]
+    return shlex.join(["kvlens", "reproduce", name, *scale, *model, *(["--set", *args.set] if args.set else [])])
 
 
 def _with_settings(experiment: Any, args: argparse.Namespace, settings: dict[str, Any]) -> Any:

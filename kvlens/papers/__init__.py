@@ -50,7 +50,6 @@ EXPERIMENTS = {
     "conversion-error": "iclca",
     "direct-conversion": "iclca",
     "trainable-bias": "iclca",
-    "facts-recall": "iclca",
     "softmax-conversion": "iclca",
     "compaction": "iclca",
     "gpt2-text": "iclca",

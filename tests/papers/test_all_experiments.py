@@ -67,6 +67,7 @@ CHEAPEST = {
     "random-features",
 }
 """Of every paper: a sixth of the time of all tiny runs. The others are slow."""
+RECORDED = {"what", "paper", "ours", "claim", "holds", "judged", "untrained", "sample", "verdict", "evidence"}
 BESIDES = {
     "induction-exact": [every_claim_holds, every_construction_and_setting_has_a_row],
     "landscape": [every_claim_holds],
@@ -107,7 +108,7 @@ def test_tiny_run_leaves_tables_figure_and_comparisons(name, tmp_path, monkeypat
     assert {f"{table_name}.parquet" for table_name in found[0].tables} == {f for f in summary["files"] if f.endswith("parquet")}
     assert summary["comparisons"], "a reproduction shows the paper's numbers next to ours"
     for comparison in summary["comparisons"]:
-        assert set(comparison) == {"what", "paper", "ours", "claim", "holds", "judged", "untrained", "sample", "verdict"}
+        assert set(comparison) == RECORDED
         assert comparison["judged"] or comparison["holds"] is None
         assert comparison["what"] in out
     assert unlisted(name, [comparison["claim"] for comparison in summary["comparisons"]]) == [], "not on the paper's page"

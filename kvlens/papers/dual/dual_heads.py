@@ -31,7 +31,7 @@ from kvlens.dual import dual_figures
 from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, hooked_model
-from kvlens.papers.harness.significance import LEVEL, MOST_COUNTED, Comparison
+from kvlens.papers.harness.significance import LEVEL, MOST_COUNTED, Comparison, Evidence
 from kvlens.tasks import make_task
 from kvlens.tasks.task import Batch
 
@@ -193,7 +193,7 @@ def compare(found: pd.DataFrame) -> Iterator[Comparison]:
     for row in found.itertuples():
         what = f"{row.model}: rank correlation of {row.dual} with {row.other} over {row.n_heads} heads "
         interval = f"(95 % over sequences {row.low:+.2f} to {row.high:+.2f}, p {row.p:.3f})"
-        yield Comparison(what + interval, claim, float(row.rho), bool(row.rho > 0) if row.p <= LEVEL else None)
+        yield Comparison(what + interval, claim, float(row.rho), Evidence("chance", (float(row.rho), float(row.p))))
 
 
 def draw(table: pd.DataFrame) -> Figure:

@@ -38,6 +38,7 @@ VARIANTS: dict[str, Variant] = {
     PLAIN: Variant(),
     AGAIN: Variant(),
     **{f"regularised, alpha {alpha}": Variant(alpha=alpha) for alpha in (-1.0, -0.5, -0.1, 0.1, 0.5)},
+    **{f"eq. 13, alpha {alpha}": Variant(alpha=alpha, form="one_step") for alpha in (-0.5, 0.5)},
     "augmented keys, 1 layer": Variant(key_depth=1),
     "augmented keys, 2 layers": Variant(key_depth=2),
     "augmented values, 1 layer": Variant(value_depth=1),
@@ -45,6 +46,7 @@ VARIANTS: dict[str, Variant] = {
     **{f"negative, k {k}, beta {beta}": Variant(negatives=k, beta=beta) for k in (3, 8) for beta in (0.1, 0.5)},
     "negative per label, k 3, beta 0.1": Variant(negatives=3, beta=0.1, per="label"),
     "regularised and augmented": Variant(alpha=-0.5, key_depth=1),
+    "eq. 13 and augmented": Variant(alpha=-0.5, form="one_step", key_depth=1),
     "all three": Variant(alpha=-0.5, key_depth=1, negatives=3, beta=0.1),
     SEVERAL: Variant(several=True),
 }
@@ -76,11 +78,13 @@ END, COURSE = "end", "course"
 SINGLE = ("regularised, alpha -0.5", "augmented keys, 1 layer")
 """What combinations are made of."""
 CLAIMS: dict[tuple[str, str], Hypothesis] = {
-    ("linear", "regularised, alpha 0.5"): Hypothesis("with alpha > 0 the layer converges to a poorer result (sec. 5)", False),
-    ("linear", "regularised, alpha -0.5"): Hypothesis("with alpha < 0 it converges faster (sec. 5)", True, COURSE),
+    ("linear", "eq. 13, alpha 0.5"): Hypothesis("with alpha > 0 the layer converges to a poorer result (sec. 5)", False),
+    ("linear", "eq. 13, alpha -0.5"): Hypothesis("with alpha < 0 it converges faster (sec. 5)", True, COURSE),
+    ("linear", "regularised, alpha 0.5"): Hypothesis("normalised, with alpha > 0 it converges to a poorer result", False),
+    ("linear", "regularised, alpha -0.5"): Hypothesis("normalised, with alpha < 0 it converges faster", True, COURSE),
     ("linear", "augmented keys, 1 layer"): Hypothesis("augmented keys alone converge slightly faster (sec. 5)", True, COURSE),
     ("linear", "augmented keys, 2 layers"): Hypothesis("a two-layer augmentation of keys ends better (sec. 5)", True),
-    ("linear", "regularised and augmented"): Hypothesis("regularised and augmented together suffice (app. E.3)", True),
+    ("linear", "eq. 13 and augmented"): Hypothesis("regularised and augmented together suffice (app. E.3)", True),
     ("linear", CHOSEN_NEGATIVES): Hypothesis("negatives in a suitable setting converge slightly faster (sec. 5)", True, COURSE),
     ("linear", SEVERAL): Hypothesis("several tasks at once are too much for a single layer (app. E.1)", False),
     ("trigonometric", CHOSEN_ALPHA): Hypothesis(

@@ -41,7 +41,8 @@ class Variant:
     """One of the paper's changes to the layer; the defaults are plain attention.
 
     Attributes:
-        alpha: regularization: (z_i - alpha v_i) / (1 - alpha).
+        alpha: regularization.
+        form: "normalised", (z_i - alpha v_i) / (1 - alpha) (app. D.1), or "one_step", z_i - alpha p_ii v_i (eq. 13).
         key_depth, value_depth: layers of the MLP on keys and on values; 0 for none.
         negatives: k, the number of tokens with the lowest scores taken as negative.
         beta: their weight.
@@ -50,6 +51,7 @@ class Variant:
     """
 
     alpha: float = 0.0
+    form: str = "normalised"
     key_depth: int = 0
     value_depth: int = 0
     negatives: int = 0
@@ -88,7 +90,9 @@ class RegressionLayer:
             mean = mean_of_negatives(v, lowest_scored(scores, visible, variant.negatives))
             z = z - variant.beta * (mean if variant.per == "query" else pattern @ mean)
         if variant.alpha:
-            z = (z - variant.alpha * v[..., -z.shape[-2] :, :]) / (1 - variant.alpha)
+            own, past = v[..., -z.shape[-2] :, :], pattern.shape[-1] - pattern.shape[-2]
+            share = pattern.diagonal(past, dim1=-2, dim2=-1)[..., None] if variant.form == "one_step" else 1.0
+            z = (z - variant.alpha * share * own) / (1 if variant.form == "one_step" else 1 - variant.alpha)
         return z[..., -n:, :]
 
     def projections(self, x: Tensor, n_queries: int | None = None) -> tuple[Tensor, Tensor, Tensor]:

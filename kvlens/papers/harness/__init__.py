@@ -68,7 +68,7 @@ assert all(comparison.holds is None for comparison in found.comparisons)  # two 
 To add it to kvlens itself: its name in `kvlens/papers/__init__.py`, which adds the command `kvlens reproduce shift-by-length`,
 and on the paper's page, a `Case` in `tests/papers/test_null.py` (what its comparisons make of noise, and of a known
 difference), and tests of its claims on made-up runs beside the others in `tests/papers`. `test_all_experiments.py` runs it at
-scale tiny by itself, and fails where a claim that it prints is on no paper's list (`CLAIMS` of `kvlens/papers/PAPER`). The list
-has what was found, or "not tested" and why; `CLAIMS.md` beside it has the same table, and `tests/test_papers.py` prints one
-that it lacks.
+scale tiny by itself, and fails where a claim that it prints is on no paper's list (`claims.txt` of its
+package). The list says what form ran, or why none did. Verdicts and figures are not typed: `kvlens/papers/paper_claims.py`
+stores a run and makes `CLAIMS.md` from it, and `tests/test_papers.py` compares.
 """

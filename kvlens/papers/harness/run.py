@@ -180,7 +180,14 @@ MARGIN = 0.1
 
 @checked
 def write_experiment(
-    found: Reproduction, experiment: Experiment, scale: str, seconds: float, folder: str | Path, *, overwrite: bool = False
+    found: Reproduction,
+    experiment: Experiment,
+    scale: str,
+    seconds: float,
+    folder: str | Path,
+    *,
+    overwrite: bool = False,
+    command: str | None = None,
 ) -> dict[str, Any]:
     """Write tables and summary to ``folder``, completely or not at all, then the same with the figure; return the summary.
 
@@ -192,6 +199,7 @@ def write_experiment(
         "name": experiment.name,
         "source": experiment.source,
         "question": experiment.question,
+        "command": command,
         "scale": scale,
         "settings": dict(experiment.scales[scale]),
         "differences": list(found.differences),

@@ -26,9 +26,9 @@ tested with the exact binomial distribution.
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -258,6 +258,75 @@ class Sample(NamedTuple):
 Number = float | int | str | None
 
 
+def _above_by_interval(figures: Sequence[float], bound: float) -> bool | None:
+    """The t-test of values of which only number, mean and the ends of its 95 % interval are known."""
+    n, mean, low, high = int(figures[0]), *figures[1:]
+    error = (high - low) / 2 / _quantile(n - 1, 0.95)
+    chance = student_tails(np.array([math.atan2(abs(mean - bound), error * math.sqrt(n - 1))]), n - 1)[0]
+    return None if n < FEWEST or chance > LEVEL else mean > bound
+
+
+def _above_by_margin(figures: Sequence[float], bound: float) -> bool | None:
+    value, margin = figures
+    return None if abs(value - bound) < margin else value > bound
+
+
+FEWEST = 6
+"""With fewer values no pattern of signs is significant."""
+
+RULES: dict[str, Callable[[Sequence[float], float], bool | None]] = {
+    "values": lambda figures, bound: above(figures, bound),
+    "interval": _above_by_interval,
+    "share": lambda figures, bound: share_above(int(figures[0]), int(figures[1]), bound),
+    "margin": _above_by_margin,
+    "chance": lambda figures, bound: None if figures[1] > LEVEL else figures[0] > bound,
+    "number": lambda figures, bound: figures[0] > bound,
+}
+"""Rule -> whether its figures lie significantly above a bound: `above` of all values; the t-test of (their number, mean, low,
+high); the binomial test of (successes, trials); (value, margin); (value, its p), as of a permutation test; an exact number."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The figures that a verdict is computed from.
+
+    Attributes:
+        rule: one of `RULES`.
+        figures: what the rule takes.
+        bound: what they are compared with.
+        below: whether the claim is that they lie below it. A number without noise may also lie at it.
+    """
+
+    rule: str
+    figures: tuple[float, ...]
+    bound: float = 0.0
+    below: bool = False
+
+    @cached_property
+    def holds(self) -> bool | None:
+        """Whether the claim holds; None where the figures are inconclusive."""
+        if self.rule == "number" and self.figures[0] == self.bound:
+            return True
+        if not all(math.isfinite(figure) for figure in self.figures) and self.rule != "values":
+            return False
+        side = RULES[self.rule](self.figures, self.bound)
+        return None if side is None else bool(side) is not self.below
+
+    @property
+    def sample(self) -> Sample | None:
+        """The values that the test was about; None for the other rules."""
+        if self.rule == "interval":
+            n, (mean, low, high) = int(self.figures[0]), self.figures[1:]
+            spreads = _detectable_spreads(n) if n >= FEWEST else None
+            found = spreads and spreads * (high - low) / 2 / _quantile(n - 1, 0.95) * math.sqrt(n)
+            return Sample(n, mean, low, high, self.bound, found if self.holds is None else None)
+        if self.rule != "values":
+            return None
+        low, high = interval_of_mean(self.figures) or (None, None)
+        found, n = (detectable(self.figures) if self.holds is None else None) or None, len(self.figures)
+        return Sample(n, float(np.mean(self.figures)) if n else math.nan, low, high, self.bound, found)
+
+
 @dataclass(frozen=True)
 class Comparison:
     """One number of the paper next to ours.
@@ -266,23 +335,34 @@ class Comparison:
         what: what is measured, with its unit.
         claim: what the paper says, in words.
         ours: what we measured.
-        holds: whether our numbers support that claim, by the test above; None where they are inconclusive.
+        evidence: what the verdict is computed from; None for numbers that are only shown side by side, because no claim can be
+            tested with them or their noise is unknown, and for claims about something that did not happen here.
         paper: the paper's number; None if it shows a curve or states a fact without one.
-        tested: False for numbers that are only shown side by side, because no claim can be tested with them or their noise is
-            unknown, and for claims about something that did not happen here. ``holds`` is None then.
         untrained: why the models have not learned enough for a test (:mod:`kvlens.papers.harness.learned`); ``holds`` is
             None then. None if they have, or if nothing is trained.
-        sample: the values that the claim was tested on; None if it was tested in another way.
     """
 
     what: str
     claim: str
     ours: Number
-    holds: bool | None
+    evidence: Evidence | None
     paper: Number = None
-    tested: bool = True
     untrained: str | None = None
-    sample: Sample | None = None
+
+    @property
+    def tested(self) -> bool:
+        """Whether there is evidence for or against the claim."""
+        return self.evidence is not None
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether our numbers support the claim; None where they are inconclusive, or there is no test."""
+        return None if self.evidence is None or self.untrained is not None else self.evidence.holds
+
+    @property
+    def sample(self) -> Sample | None:
+        """The values that the claim was tested on; None if it was tested in another way."""
+        return self.evidence and self.evidence.sample
 
     @property
     def verdict(self) -> str:
@@ -295,12 +375,18 @@ class Comparison:
 
     def unless(self, untrained: str | None) -> "Comparison":
         """The same comparison, without its verdict if ``untrained`` gives a reason why the models have not learned enough."""
-        return self if untrained is None or not self.tested else replace(self, holds=None, untrained=untrained)
+        return self if untrained is None or not self.tested else replace(self, untrained=untrained)
 
     def as_json(self) -> dict[str, Any]:
-        """The entry in ``summary.json``, where ``tested`` is called ``judged``."""
-        entry = {"judged" if name == "tested" else name: value for name, value in vars(self).items()}
-        return entry | {"sample": self.sample and self.sample._asdict(), "verdict": self.verdict}
+        """The entry in ``summary.json``: the evidence, and what follows from it."""
+        found = dict(holds=self.holds, judged=self.tested, verdict=self.verdict, sample=self.sample and self.sample._asdict())
+        return vars(self) | {"evidence": self.evidence and asdict(self.evidence)} | found
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> "Comparison":
+        """Read an entry back; what follows from the evidence is computed again."""
+        evidence = entry["evidence"] and Evidence(**{**entry["evidence"], "figures": tuple(entry["evidence"]["figures"])})
+        return cls(**{**{field.name: entry.get(field.name) for field in fields(cls)}, "evidence": evidence})
 
     @classmethod
     def tested_on(
@@ -315,11 +401,9 @@ class Comparison:
         paper: Number = None,
     ) -> "Comparison":
         """A claim that the values lie above ``bound`` (``below``: below it), by the significance test; ``ours``: their mean."""
-        side, mean = above(values, bound), float(np.mean(values)) if len(values) else math.nan
-        low, high = interval_of_mean(values) or (None, None)
-        sample = Sample(len(values), mean, low, high, float(bound), detectable(values) if side is None else None)
-        holds = None if side is None else side is not below
-        return cls(what, claim, mean if ours is None else ours, holds, paper, sample=sample)
+        figures = tuple(np.asarray(values, dtype=float).tolist())
+        mean = float(np.mean(figures)) if figures else math.nan
+        return cls(what, claim, mean if ours is None else ours, Evidence("values", figures, float(bound), below), paper)
 
     @classmethod
     def of_share(
@@ -327,20 +411,24 @@ class Comparison:
     ) -> "Comparison":
         """A claim that the share of True lies above ``bound`` (``below``: below it), by the binomial test."""
         right, of = int(np.count_nonzero(is_right)), len(is_right)
-        side = share_above(right, of, bound)
-        return cls(what, claim, right / of, None if side is None else side is not below)
+        return cls(what, claim, right / of, Evidence("share", (right, of), bound, below))
 
     @classmethod
-    def at_most(cls, what: str, claim: str, ours: float, bound: float | int, *, paper: Number = None) -> "Comparison":
-        """A claim about a number without noise: that it is at most ``bound``."""
-        return cls(what, claim, ours, ours <= bound, paper)
+    def at_most(
+        cls, what: str, claim: str, ours: float, bound: float | int, *, shown: Number = None, paper: Number = None
+    ) -> "Comparison":
+        """A claim about a number without noise: that it is at most ``bound``; ``shown`` stands for it, if given."""
+        evidence = Evidence("number", (float(ours),), float(bound), below=True)
+        return cls(what, claim, ours if shown is None else shown, evidence, paper)
 
     @classmethod
-    def at_least(cls, what: str, claim: str, ours: float, bound: float | int, *, paper: Number = None) -> "Comparison":
-        """A claim about a number without noise: that it is at least ``bound``."""
-        return cls(what, claim, ours, ours >= bound, paper)
+    def at_least(
+        cls, what: str, claim: str, ours: float, bound: float | int, *, shown: Number = None, paper: Number = None
+    ) -> "Comparison":
+        """A claim about a number without noise: that it is at least ``bound``; ``shown`` stands for it, if given."""
+        return cls(what, claim, ours if shown is None else shown, Evidence("number", (float(ours),), float(bound)), paper)
 
     @classmethod
     def stated(cls, what: str, claim: str, ours: Number, *, paper: Number = None) -> "Comparison":
         """Numbers side by side, without a verdict."""
-        return cls(what, claim, ours, None, paper, tested=False)
+        return cls(what, claim, ours, None, paper)

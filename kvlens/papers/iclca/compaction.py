@@ -52,9 +52,9 @@ from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, hooked_model
 from kvlens.papers.harness.significance import Comparison
-from kvlens.papers.iclca.facts_recall import stories_for
 from kvlens.papers.iclca.logits import context_of, divergences, prompted_logits, relative_errors, sampled, writing_model
-from kvlens.tasks.facts import Answers, Story, answers_after_story, answers_with_bias
+from kvlens.tasks.facts import Answers, FactsTask, Story, answers_after_story, answers_with_bias
+from kvlens.tasks.stories import LONGEST_STATEMENT, STATEMENT_KINDS, words_of
 from kvlens.units import layout_of_tokens
 
 SIZE = ["method", "prompt_tokens", "keys_per_head"]
@@ -325,12 +325,22 @@ def summary(contexts: pd.DataFrame) -> pd.DataFrame:
 STORIES_AT_ONCE = 32
 
 
+SPREAD = LONGEST_STATEMENT - min(len(words_of(statement)) for kind in STATEMENT_KINDS for statement in kind.statements)
+"""The number of tokens by which two statements may differ."""
+
+
+def stories_for(model: HookedKVTransformer, n_stories: int, n_facts: int = 4) -> list[Story]:
+    """Held-out stories of ``n_facts`` facts, with room for the longest questions behind the longest of them."""
+    task = FactsTask(min_facts=n_facts, max_facts=n_facts, length=model.cfg.n_ctx - SPREAD * n_facts)
+    return task.stories(n_stories, torch.Generator().manual_seed(0), "heldout")
+
+
 def facts(settings: Settings, tell: Tell) -> pd.DataFrame:
     """One row per method and question: ``story``, ``sentence`` (that states the answer), ``stored_numbers``,
     ``right_with_story``, ``is_right``, ``loss`` in nats.
     """
     model = hooked_model(settings["facts_model"])
-    stories = stories_for(model, {"n_facts": 4, "seed": 0, "n_stories": settings["n_stories"]})
+    stories = stories_for(model, settings["n_stories"])
     frames = []
     for start in range(0, len(stories), STORIES_AT_ONCE):
         part = stories[start : start + STORIES_AT_ONCE]

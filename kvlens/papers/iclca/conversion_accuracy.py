@@ -264,7 +264,8 @@ def compare(
     yield accuracy("in-context accuracy with the prompt", claim, right[PROMPTED], enough, PROMPTED)
     what = f"in-context accuracy of the converted model{where} ({_count(right[CONVERTED])})"
     claim, score = "the converted model is as accurate as the model with the prompt", float(right[CONVERTED].mean())
-    yield Comparison(what, claim, score, score == float(right[PROMPTED].mean()), paper.get(CONVERTED))
+    apart = abs(score - float(right[PROMPTED].mean()))
+    yield Comparison.at_most(what, claim, apart, 0, shown=score, paper=paper.get(CONVERTED))
     what = f"scored positions at which the converted model predicts another letter than the prompted one{where}"
     yield Comparison.at_most(what, "the conversion is exact: none", float(n_disagreeing(predictions)), 0)
     first = predictions[(predictions["condition"] == ALONE) & (predictions["use"] == 1)]["is_right"]

@@ -7,7 +7,6 @@ run that stops because a loss or gradient is not finite also counts as diverged.
 counts with that loss of the token frequencies.
 """
 
-import math
 from collections.abc import Iterator
 
 import pandas as pd
@@ -16,7 +15,7 @@ from matplotlib.figure import Figure
 from kvlens.papers.harness.learned import Cell, Goal, differences_by_seed, final_losses, lead, of_heldout, train_cells
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
-from kvlens.papers.harness.significance import LEVEL, Comparison
+from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.kvsa.models import (
     MODEL,
     MODEL_COLORS,
@@ -32,8 +31,8 @@ from kvlens.papers.kvsa.models import (
 )
 from kvlens.tasks.text import TextTask
 
-PAPER_RATE, PAPER_SEEDS = 1e-2, 5
-"""The rate at which the paper's plain model diverged, with all of so many seeds, and its shifted one with none."""
+PAPER_RATE = 1e-2
+"""The rate at which the paper's plain model diverged, with all of five seeds, and its shifted one with none."""
 
 
 @experiment(
@@ -111,20 +110,15 @@ def compare(runs: pd.DataFrame, why: str | None) -> list[Comparison]:
 def compare_rates(runs: pd.DataFrame, why: str | None) -> list[Comparison]:
     """Compare the rates at which each of the two models diverges.
 
-    Where nothing diverged at the paper's rate, what its plain model did is refuted by Fisher's exact test: none of n runs here
-    against all of the paper's have the chance 1 / (n + 5 over 5). No other claim is tested then.
+    Where neither diverges the differences are 0, and inconclusive: a model of a ten-thousandth of the size is not the paper's.
     """
     at_paper_rate = runs[runs["learning_rate"] == PAPER_RATE].astype({"diverged": float})
     what, paper = f"share of seeds that diverge at learning rate {PAPER_RATE:g}", "plain 1, KV shift 0 (5 seeds)"
     claim = "the plain model diverges at learning rate 1e-2, the shifted one stays stable"
     found = [_compare_stability(runs)]
-    if at_paper_rate["diverged"].any():
+    if len(at_paper_rate):
         ours = "plain {of:g}, KV shift {minus:g}"
         found.insert(0, lead(at_paper_rate, PLAIN, SHIFTED, "diverged", what, claim, ours=ours, paper=paper))
-    elif len(at_paper_rate):
-        n_seeds = at_paper_rate["seed"].nunique()
-        refuted = 1 / math.comb(n_seeds + PAPER_SEEDS, PAPER_SEEDS) <= LEVEL
-        found.insert(0, Comparison(what, claim, "plain 0, KV shift 0", False if refuted else None, paper))
     return [one.unless(why) for one in found]
 
 

@@ -126,8 +126,10 @@ def compare(finals: pd.DataFrame, why: Mapping[Any, str | None]) -> list[Compari
 
 
 def compare_sizes(finals: pd.DataFrame, why: Mapping[Any, str | None]) -> list[Comparison]:
-    """Whether the losses fall with size, and whether the gain of KV shift persists."""
+    """Whether the losses fall with size, and whether the gain of KV shift persists; nothing for a single size."""
     order = finals.groupby("size")["non_embedding"].min().sort_values().index
+    if len(order) < 2:
+        return []
     smallest, largest = order[0], order[-1]
     ends = (finals[finals["size"] == size] for size in (smallest, largest))
     first, last = (differences_by_seed(rows, PLAIN, SHIFTED, "heldout_loss") for rows in ends)

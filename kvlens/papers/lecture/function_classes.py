@@ -14,7 +14,7 @@ perform on prompts longer than in training.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -26,10 +26,10 @@ from torch import Tensor, nn
 
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVRegressor
-from kvlens.papers.harness.learned import Goal, TrainingRun
+from kvlens.papers.harness.learned import LATE, Goal, TrainingRun
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
-from kvlens.papers.harness.significance import Comparison
+from kvlens.papers.harness.significance import Comparison, Evidence, Number
 from kvlens.papers.lecture.equivariance import NUMBERS, NumberedRegression, equivariance_table, numbered, position_numbers
 from kvlens.papers.lecture.regression_baselines import least_squares, nearest_neighbors, ridge
 from kvlens.tasks import Batch, RegressionTask
@@ -318,12 +318,16 @@ def compare(tables: Mapping[str, pd.DataFrame], settings: Settings) -> list[Comp
 
 
 def still_learning(training: pd.DataFrame) -> dict[str, str | None]:
-    """Class of functions -> why a model trained on it may still be learning; None if its curve is flat."""
-    usual = training[training["positions"] == "standard"]
-    return {
-        str(functions): Goal(chance=1.0).why_not_flat(runs, f"the transformer trained on {functions}")
-        for functions, runs in usual.groupby("functions", sort=False)
-    }
+    """Class of functions -> why a model trained on it may still be learning; None if its curve is flat.
+
+    Claims are about how near its error is to that of least squares, 0: so what is left of the error must be flat as well.
+    """
+    found, goal = {}, Goal(chance=1.0)
+    for functions, runs in training[training["positions"] == "standard"].groupby("functions", sort=False):
+        half, end = (1 - gain for gain in goal.gains(runs))
+        falls = f"the second half of its steps took {1 - end / half:.0%} of its error" if end < (1 - LATE) * half else None
+        found[str(functions)] = goal.why_not_flat(runs, f"the transformer trained on {functions}") or falls
+    return found
 
 
 def unless_it_holds(comparison: Comparison, why: str | None) -> Comparison:
@@ -339,9 +343,18 @@ class Measured(NamedTuple):
 
     def below(self, bound: float) -> bool | None:
         """Whether it is significantly below ``bound`` (True), above it (False), or neither (None)."""
-        if abs(self.value - bound) < self.margin:
-            return None
-        return self.value <= bound
+        return Evidence("margin", self, bound, below=True).holds
+
+    def compared(
+        self, what: str, claim: str, ours: Number, bound: float, *, below: bool = True, paper: Number = None
+    ) -> Comparison:
+        """The claim that it lies below ``bound`` (or above); ``ours`` is shown."""
+        return Comparison(what, claim, ours, Evidence("margin", (float(self.value), float(self.margin)), bound, below), paper)
+
+
+def worst(measured: Iterable[Measured], bound: float) -> Measured:
+    """The one that decides whether all of them are below ``bound``: above it, if one is, else the one nearest to it."""
+    return max(measured, key=lambda one: (one.below(bound) is False, one.value + one.margin))
 
 
 def worst_of_seeds(error: pd.DataFrame, shift: str, predictor: str) -> dict[int, Measured]:
@@ -380,31 +393,31 @@ def compare_linear(error: pd.DataFrame, dimensions: int) -> Iterator[Comparison]
     first, second = distance["least squares"], min(distance[baseline] for baseline in BASELINES if baseline != "least squares")
     what = "baseline whose error curve is closest to the transformer's, linear functions, mean gap over all n"
     claim = "the error of a transformer trained on linear functions falls with n like that of least squares"
-    ahead = Measured(first.value - second.value, first.margin + second.margin).below(0.0)
-    yield Comparison(what, claim, nearest, ahead, paper="least squares")
+    ahead = Measured(first.value - second.value, first.margin + second.margin)
+    yield ahead.compared(what, claim, nearest, 0.0, paper="least squares")
     what = "largest gap between the transformer's relative error and least squares', linear functions, over all n"
     claim = f"a transformer trained on linear functions does as well as least squares on new ones (no gap above {MATCH})"
-    verdicts = [gap.below(MATCH) for gap in gaps["least squares"].values()]
-    holds = False if False in verdicts else None if None in verdicts else True
-    yield Comparison(what, claim, max(gaps["least squares"].values()).value, holds)
+    own = gaps["least squares"].values()
+    yield worst(own, MATCH).compared(what, claim, max(own).value, MATCH)
     n = min(2 * dimensions, max(ours))
     what = f"relative error of the transformer after {n} examples of a linear function in {dimensions} dimensions"
     claim = f"with more examples than dimensions the error is close to 0 (below {MATCH}), where least squares is exact"
-    yield Comparison(what, claim, ours[n].value, ours[n].below(MATCH))
+    yield ours[n].compared(what, claim, ours[n].value, MATCH)
 
 
 def compare_ridge(table: pd.DataFrame) -> Comparison:
     """Whether the transformer's predictions are nearer to those of least squares than to ridge regression's."""
     own, others = table[table["penalty"] == 0], table[table["penalty"] > 0]
     nearest = others.loc[others.groupby("seed")["distance"].idxmin()]
-    verdicts = {Measured(-row.from_least_squares, N_ERRORS * row.standard_error).below(0.0) for row in nearest.itertuples()}
+    ends = [-row.from_least_squares + side * N_ERRORS * row.standard_error for row in nearest.itertuples() for side in (-1, 1)]
+    all_seeds = Measured((max(ends) + min(ends)) / 2, (max(ends) - min(ends)) / 2)
     found = ", ".join(f"{row.distance:.2g} at {row.penalty:g}" for row in nearest.itertuples())
     what = (
         "mean squared difference of the transformer's predictions from those of least squares, linear functions, largest of "
         f"the seeds (from ridge regression with the best of {others['penalty'].nunique()} penalties: {found})"
     )
     claim = "the transformer predicts as least squares does, rather than as ridge regression with any penalty"
-    return Comparison(what, claim, float(own["distance"].max()), verdicts.pop() if len(verdicts) == 1 else None)
+    return all_seeds.compared(what, claim, float(own["distance"].max()), 0.0)
 
 
 def compare_shifts(error: pd.DataFrame) -> Iterator[Comparison]:
@@ -412,10 +425,9 @@ def compare_shifts(error: pd.DataFrame) -> Iterator[Comparison]:
     here = last(worst_of_seeds(error, "none", "transformer"))
     for shift, (claim, kind) in SHIFT_CLAIMS.items():
         there = last(worst_of_seeds(error, shift, "transformer"))
-        keeps = degradation(here, there).below(MATCH)
-        holds = None if keeps is None else keeps == (kind == "keeps")
         what = f"relative error of the transformer with all examples, {shift} (in distribution {here.value:.2g})"
-        yield Comparison(what, claim, there.value, holds).unless(too_little(here))
+        found = degradation(here, there).compared(what, claim, there.value, MATCH, below=kind == "keeps")
+        yield found.unless(too_little(here))
 
 
 def degradation(here: Measured, there: Measured) -> Measured:
@@ -435,14 +447,13 @@ def compare_noise(error: pd.DataFrame) -> Comparison:
     here = last(worst_of_seeds(error, "none", "transformer"))
     curve = worst_of_seeds(error, "noisy", "transformer")
     peak = max(curve, key=lambda n: curve[n].value)
-    harmless = curve[peak].below(1 + MATCH)
-    falls_again = Measured(last(curve).value - curve[peak].value, last(curve).margin + curve[peak].margin).below(0.0)
-    holds = None if harmless is None else not harmless and (peak != max(curve)) and falls_again
+    less = Measured(1 + MATCH - curve[peak].value, curve[peak].margin)
+    falls = Measured(last(curve).value - curve[peak].value, last(curve).margin + curve[peak].margin)
     what = f"largest relative error of the transformer over all n, noisy (at n = {peak})"
     claim = (
         "noise on the answers: near n = d the error exceeds that without any example, as least squares' does (double descent)"
     )
-    return Comparison(what, claim, curve[peak].value, holds).unless(too_little(here))
+    return worst([less, falls], 0.0).compared(what, claim, curve[peak].value, 0.0).unless(too_little(here))
 
 
 def compare_classes(error: pd.DataFrame, why: Mapping[str, str | None]) -> Iterator[Comparison]:
@@ -455,7 +466,7 @@ def compare_classes(error: pd.DataFrame, why: Mapping[str, str | None]) -> Itera
         known = f"best baseline: {baseline}, {best[baseline].value:.2g}"
         what = f"relative error of the transformer with all examples, {functions} ({known})"
         claim = "a transformer trained on a class learns its functions at least as well as methods that do not know the class"
-        yield unless_it_holds(Comparison(what, claim, ours.value, behind.below(MATCH)), why.get(str(functions)))
+        yield unless_it_holds(behind.compared(what, claim, ours.value, MATCH), why.get(str(functions)))
 
 
 def compare_orders(table: pd.DataFrame) -> Iterator[Comparison]:
@@ -467,9 +478,9 @@ def compare_orders(table: pd.DataFrame) -> Iterator[Comparison]:
 
     plain = of("bidirectional", "none")
     what = "|T(pi X) - pi T(X)| / |T(X)| without positions and mask, float64, largest of all draws"
-    holds = bool((plain["deviation"] <= plain["rounding"]).all())
+    rounding = float((plain["deviation"] / plain["rounding"]).max())
     claim = "the plain transformer is permutation equivariant"
-    yield Comparison(what, claim, float(plain["deviation"].max()), holds, paper=0.0)
+    yield Comparison.at_most(what, claim, rounding, 1, shown=float(plain["deviation"].max()), paper=0.0)
     for attention_dir, positions, words in (
         ("bidirectional", "standard", "learned positions"),
         ("bidirectional", "sinusoidal", "sinusoidal positions"),
@@ -477,8 +488,8 @@ def compare_orders(table: pd.DataFrame) -> Iterator[Comparison]:
     ):
         rows = of(attention_dir, positions)
         what, least = f"the same with {words}, smallest of all draws", float(rows["deviation"].min())
-        holds = bool((rows["deviation"] > 1000 * rows["rounding"]).all())
-        yield Comparison(what, f"{words} make it depend on the order", least, holds)
+        times, claim = float((rows["deviation"] / rows["rounding"]).min()), f"{words} make it depend on the order"
+        yield Comparison.at_least(what, claim, times, 1000, shown=least)
 
 
 def compare_lengths(table: pd.DataFrame) -> Iterator[Comparison]:
@@ -487,7 +498,7 @@ def compare_lengths(table: pd.DataFrame) -> Iterator[Comparison]:
     refused = learned.loc[~learned["in_training"], "relative_error"].isna()
     what = "share of prompts longer than in training that learned positions refuse"
     claim = "learned positions end where the table ends"
-    yield Comparison(what, claim, float(refused.mean()), bool(refused.all()), paper=1.0)
+    yield Comparison.at_least(what, claim, float(refused.mean()), 1, paper=1.0)
     most = table.loc[table["in_training"], "n_examples"].max()
 
     def error(positions: str, prompts: str, n: int) -> Measured:
@@ -504,9 +515,9 @@ def compare_lengths(table: pd.DataFrame) -> Iterator[Comparison]:
         ("share", LONGER, longest, "longest prompt", "a share of the length does not carry over to longer prompts"),
     ):
         here, there = error(positions, SHORT, most), error(positions, prompts, n)
-        kept = degradation(here, there).below(MATCH)
         what = f"relative error, positions {positions}, {words} (in training {here.value:.2g})"
-        yield Comparison(what, claim, there.value, None if kept is None else not kept).unless(too_little(here))
+        grown = degradation(here, there).compared(what, claim, there.value, MATCH, below=False)
+        yield grown.unless(too_little(here))
 
 
 def differences(settings: Settings) -> list[str]:

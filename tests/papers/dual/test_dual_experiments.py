@@ -11,6 +11,7 @@ import torch
 from kvlens import HookedKVTransformer
 from kvlens.dual import layer
 from kvlens.dual.bert import read_examples
+from kvlens.ops.attention_variants import naive_regularized
 from kvlens.papers.dual import bert_variants, dual_equivalence, dual_heads, dual_layer, dual_variants, random_features
 from kvlens.papers.dual.dual_equivalence import after_one_step
 from kvlens.papers.dual.regression_layer import Variant, draw_layer, draw_sequences, draw_tasks, squared_errors, train_layer
@@ -49,6 +50,16 @@ def test_errors_are_over_the_variance_of_the_labels():
     ((_, error),) = train_layer(layer, W, SETTINGS, "exponential", 0, seeds, torch.zeros(2, dtype=torch.float64))
     _, answers = draw_sequences(W, "exponential", seeds, 3, 4, 5)
     torch.testing.assert_close(error, answers.square().mean(1) / answers.var(dim=1, correction=0), rtol=1e-11, atol=0)
+
+
+@pytest.mark.parametrize("form", ["one_step", "normalised"])
+def test_regularization_is_that_of_its_equation(form):
+    """Eq. 13 and app. D.1, in loops; of the last query, which sees every token."""
+    layer = draw_layer([0], 3, Variant(alpha=-0.5, form=form))
+    tokens, _ = draw_sequences(draw_tasks([0], 2), "linear", [0], 4, 1, 5)
+    q, k, v = (part[0, 0] for part in layer.projections(tokens))
+    pattern = (q @ k.T / 3**0.5).softmax(dim=-1)
+    torch.testing.assert_close(layer.outputs(tokens)[0, 0, -1], naive_regularized(pattern, v, -0.5, form)[-1])
 
 
 @pytest.mark.parametrize("name", dual_variants.VARIANTS)
@@ -131,7 +142,7 @@ def test_variants_are_tested_in_both_directions_or_not_at_all():
     assert of([0.2] * 8) == "does not hold"
     assert of([0.2, -0.2] * 4) == "inconclusive"
     assert of([math.nan] * 8) == "inconclusive"
-    assert of([0.2] * 8, "regularised, alpha 0.5") == "holds"  # the paper expects it to be worse
+    assert of([0.2] * 8, "eq. 13, alpha 0.5") == "holds"  # the paper expects it to be worse
     assert of([-0.2] * 8, "augmented keys, 1 layer") == "inconclusive"  # the paper claims that these are faster
     assert of([0.0] * 8, "augmented keys, 1 layer", course=[-0.2] * 8) == "holds"
     assert of([0.0] * 8, "augmented keys, 1 layer", "too early", course=[-0.2] * 8) == "not trained far enough"

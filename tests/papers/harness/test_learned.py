@@ -98,11 +98,11 @@ def test_a_run_that_ended_early_because_it_had_learned_all_is_flat():
 
 
 def test_a_verdict_is_withheld_with_its_reason_and_a_statement_stays_one():
-    told = Comparison("what", "claim", 1.0, True)
+    told = Comparison.at_most("what", "claim", 1.0, 2.0)
     assert told.unless(None) is told and told.verdict == "holds"
     withheld = told.unless("too early")
     assert (withheld.holds, withheld.untrained, withheld.verdict) == (None, "too early", "not trained far enough")
-    assert Comparison("what", "claim", 1.0, None).verdict == "inconclusive"
+    assert Comparison.tested_on("what", "claim", [1.0]).verdict == "inconclusive"
     stated = Comparison.stated("what", "claim", 1.0)
     assert stated.unless("too early") is stated and stated.verdict == "not tested"
 

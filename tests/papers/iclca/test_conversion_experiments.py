@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from precision import LAW, relative_error
+from small_models import shared, tokens
 
 from kvlens import KVLensError, convert_prompt
 from kvlens.conversion import recall
@@ -130,9 +131,20 @@ def test_the_bias_has_its_share_of_the_parameters():
     bias = conversion_error.convert_prompt(model, torch.arange(5))
     n = sum(p.numel() for p in model.parameters())
     (share,) = conversion_error.compare_bias_sizes([size], pd.DataFrame([dict(size="x", n_parameters=n)]))
-    assert share.ours == (bias.stacked("b_kv").numel() + bias.stacked("b_d").numel()) / n and share.holds is False
-    (less,) = conversion_error.compare_bias_sizes([size], pd.DataFrame([dict(size="x", n_parameters=3 * n)]))
-    assert less.holds is True
+    own = (bias.stacked("b_kv").numel() + bias.stacked("b_d").numel()) / n  # with four heads, the first of those to choose
+    assert share.ours.split(", ")[0] == f"{own:.2%}" and "with 4, 6, 8, 12 heads" in share.what and share.holds is None
+    by_size = {k: pd.DataFrame([dict(size="x", n_parameters=round(k * n))]) for k in (0.3, 1.3, 9)}
+    assert [next(conversion_error.compare_bias_sizes([size], t)).holds for t in by_size.values()] == [False, True, False]
+
+
+@pytest.mark.parametrize(("n_layers", "holds"), [(1, True), (2, False)])
+def test_biases_of_two_prompts_can_be_added_in_one_layer_without_positions(n_layers, holds):
+    model = conversion_error.random_model(n_layers, 24, 6, positional_embedding_type="none", dtype=torch.float64)
+    parts = (torch.arange(7 * k, 7 * k + 14).view(2, 7) % 60 for k in (1, 2, 3))
+    errors = conversion_error.combined(model, *parts)
+    errors = pd.concat([errors] * 3).assign(model="m")  # six pairs, which a verdict takes
+    added, behind = conversion_error.compare_combined(errors)
+    assert (added.holds, behind.holds) == (holds, True)
 
 
 def test_the_summary_is_a_mean_over_pairs_with_its_spread():
@@ -374,9 +386,16 @@ def test_what_needs_no_change_or_allows_none():
     assert empty.floor(D) == 1.0
 
 
-def test_claims_can_hold_and_fail():
-    table = pd.DataFrame(dict(tokens=["1", "9"], left=[0.8, 0.02], floor=[0.3, 0.009]))
-    assert [c.holds for c in direct_conversion.compare(table)] == [True, False]
+def test_what_is_left_between_its_floor_and_the_best_that_was_found_decides():
+    table = pd.DataFrame(dict(tokens=["1", "9", "99"], left=[0.8, 0.02, 0.009], floor=[0.3, 0.009, 0.001]))
+    assert [c.holds for c in direct_conversion.compare(table)] == [True, None, False]
+
+
+def test_other_weights_take_the_prompt_where_all_texts_are_alike():
+    """The null: with a million tokens S = X^T X is nearly the same for every text."""
+    settings = {**TINY, "texts": [dict(least=10**6, most=10**6), dict(least=9, most=9)]}
+    alike, apart = direct_conversion.direct_conversion.run(settings, lambda text: None).comparisons
+    assert (alike.verdict, apart.verdict) == ("does not hold", "holds")
 
 
 TINY_SOFTMAX = softmax_conversion.softmax_conversion.scales["tiny"]
@@ -558,3 +577,22 @@ def test_facts_are_counted_by_hand():
     assert row["loss_interval"] == pytest.approx(1.96 * np.std([1.05, 0.3], ddof=1) / 2**0.5)
     by_sentence = compaction.kept(answers, ["sentence"]).set_index("sentence")
     assert by_sentence["share_kept"].tolist() == [1.0, 0.0] and by_sentence["mean_loss"].tolist() == [pytest.approx(0.2), 2.0]
+
+
+def test_the_prompts_part_of_softmax_attention_is_an_mlp_as_wide_as_the_prompt():
+    """Slides: phi(Q) b_KV is an MLP with M hidden units; with exp for phi it is exact, over the normalizer of O_i there.
+
+    Without that normalizer in common, Softmax(Q K^T) V + phi(Q) b_KV as the slides first write it, it is another output.
+    """
+    model = shared("softmax, no positions", n_layers=1)
+    prompt, text = tokens(1, 9, seed=1), tokens(1, 6, seed=2)
+    bias, attn = convert_prompt(model, prompt).stacked, "blocks.0.attn.hook_"
+    with model.kv_bias(convert_prompt(model, prompt)):
+        _, cache = model.run_with_cache(text)
+    q, k, v, z = (cache[attn + name][0].transpose(0, 1) for name in "qkvz")  # [head, pos, d_head]
+    scale, W_in, W_out = model.cfg.attn_scale, bias("keys")[0, 0], bias("b_kv")[0, 0]
+    own, hidden = (q @ k.mT / scale).exp().tril(), (q @ W_in.mT / scale).exp()
+    assert hidden.shape[-1] == prompt.shape[1]
+    total = own.sum(-1, keepdim=True) + hidden.sum(-1, keepdim=True)
+    assert relative_error((own @ v + hidden @ W_out) / total, z) < LAW
+    assert relative_error(own @ v / own.sum(-1, keepdim=True) + hidden @ W_out, z) > 0.1

@@ -210,15 +210,17 @@ def made_up_errors(rate, shifted):
     for p1 in range(1, 41):
         for construction in (induction_exact.BLIND, induction_exact.ORDINARY):
             rows.append(dict(construction=construction, p1=p1, max_abs_error=max(3 * math.exp(rate * p1), 1e-16)))
-    return pd.DataFrame(rows).assign(dtype="float64", sigma=SIGMA, slope=SLOPE)
+    return pd.DataFrame(rows).assign(dtype="float64", sigma=SIGMA, slope=SLOPE, d_model=32)
 
 
-@pytest.mark.parametrize(("rate", "shifted", "holds"), [(-1, 0, [1, 1, 1]), (-0.5, 0, [0, 1, 0]), (-1, 1e-9, [1, 0, 1])])
+@pytest.mark.parametrize(
+    ("rate", "shifted", "holds"), [(-1, 0, [1, 1, 1, 1]), (-0.5, 0, [0, 1, 0, 0]), (-1, 1e-9, [1, 0, 1, 1])]
+)
 def test_claims_about_heads_can_fail(rate, shifted, holds):
     shown = dict(sigma=SIGMA, slope=SLOPE)
-    exact, law, vanishes, ordinary = induction_exact.compare(made_up_errors(rate, shifted), 1e-13, shown)
+    exact, law, bound, vanishes, ordinary = induction_exact.compare(made_up_errors(rate, shifted), 1e-13, shown)
     assert law.ours == pytest.approx(rate, abs=1e-9)  # rounding at 1e-16 does not tilt the line
-    assert [law.holds, exact.holds, vanishes.holds] == [bool(h) for h in holds]
+    assert [law.holds, exact.holds, vanishes.holds, bound.holds] == [bool(h) for h in holds]
     assert ordinary.holds is None
 
 

@@ -14,6 +14,7 @@ from precision import relative_error
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.model import HookedKVRegressor
+from kvlens.ops.softmax_attention import naive_softmax_attention
 from kvlens.papers.lecture import equivariance, function_classes
 from kvlens.papers.lecture.equivariance import NumberedRegression, position_numbers
 from kvlens.papers.lecture.regression_baselines import least_squares, nearest_neighbors, ridge
@@ -258,9 +259,21 @@ def test_claims_about_order_can_fail():
     assert [c.holds for c in function_classes.compare_orders(wrong)] == [False] * 4
 
 
+def test_while_what_is_left_of_the_error_still_falls_a_claim_about_it_is_not_rejected():
+    """From 0.06 to 0.04 is next to nothing of what was learned, and a third of what is left."""
+    rows = [dict(functions=f, positions="standard", seed=0, step=step, loss=loss)
+            for f, losses in (("linear", (0.06, 0.04)), ("tree", (0.06, 0.059)))
+            for step, loss in zip((10, 20), losses, strict=True)]  # fmt: skip
+    why = function_classes.still_learning(pd.DataFrame(rows))
+    assert why == {"linear": "the second half of its steps took 33% of its error", "tree": None}
+    far, near = (function_classes.Measured(gap, 0.01).compared("w", "c", gap, 0.05) for gap in (0.1, 0.01))
+    found = [function_classes.unless_it_holds(one, why["linear"]).verdict for one in (far, near)]
+    assert found == ["not trained far enough", "holds"]
+
+
 @pytest.mark.parametrize(
     ("learned_so_far", "peak", "last", "holds"),
-    [(0.1, 1.5, 0.4, True), (0.1, 1.0, 0.4, False), (0.1, 1.5, 1.6, False), (0.1, 1.051, 0.4, None), (0.8, 1.5, 0.4, None)],
+    [(0.1, 1.5, 0.4, True), (0.1, 1.0, 0.4, False), (0.1, 1.5, 1.6, None), (0.1, 1.051, 0.4, None), (0.8, 1.5, 0.4, None)],
 )
 def test_claim_about_noise_can_fail(learned_so_far, peak, last, holds):
     curves = {"none": (1.0, 0.9, learned_so_far), "noisy": (1.0, peak, last)}
@@ -357,3 +370,14 @@ def test_a_token_has_one_embedding_and_a_vector_for_each_context():
     with model.hooks(fwd_hooks=[(f"blocks.{layer}.hook_attn_out", lambda out, hook: 0 * out) for layer in range(2)]):
         here, there = model.run_with_cache(sentences)[1]["resid_post", 1][:, 2]
     assert torch.equal(here, there)
+
+
+def test_soft_attention_with_large_scores_is_hard_attention():
+    """Sec. 2: hard attention returns the value whose key is closest to the query."""
+    drawn = torch.randn(1, 7, 1, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = torch.nn.functional.normalize(drawn, dim=-1)
+    queries, values = x + 0.1, torch.arange(7.0, dtype=torch.float64).view(1, 7, 1, 1).expand(-1, -1, -1, 5)
+    closest = torch.cdist(queries[0, :, 0], x[0, :, 0]).argmin(dim=-1)
+    soft, hard = (naive_softmax_attention(queries, x, values, scale, causal=False).z[0, :, 0, 0] for scale in (1.0, 1e-3))
+    torch.testing.assert_close(hard, closest.double(), rtol=0, atol=1e-11)
+    assert (soft - closest).abs().max() > 0.5
