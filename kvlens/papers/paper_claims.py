@@ -100,7 +100,8 @@ def claims_in(text: str) -> list[PaperClaim]:
     for line in filter(str.strip, text.splitlines()):
         cells = [cell.strip() for cell in line.split("|")]
         if not line.startswith(" "):
-            claims.append(PaperClaim(*cells, ()))
+            place, words = cells
+            claims.append(PaperClaim(place, words, ()))
             continue
         by, form, *more = cells if cells[0] != UNTESTED else [UNTESTED, "", *cells[1:]]
         starts = more[0].split(";") if len(more) > 1 else []

@@ -317,13 +317,13 @@ class Evidence:
         """The values that the test was about; None for the other rules."""
         if self.rule == "interval":
             n, (mean, low, high) = int(self.figures[0]), self.figures[1:]
-            spreads = _detectable_spreads(n) if n >= FEWEST else None
-            found = spreads and spreads * (high - low) / 2 / _quantile(n - 1, 0.95) * math.sqrt(n)
-            return Sample(n, mean, low, high, self.bound, found if self.holds is None else None)
+            spreads = _detectable_spreads(n) if n >= FEWEST and self.holds is None else None
+            spread = (high - low) / 2 / _quantile(n - 1, 0.95) * math.sqrt(n)
+            return Sample(n, mean, low, high, self.bound, None if spreads is None else spreads * spread)
         if self.rule != "values":
             return None
-        low, high = interval_of_mean(self.figures) or (None, None)
-        found, n = (detectable(self.figures) if self.holds is None else None) or None, len(self.figures)
+        (low, high), n = interval_of_mean(self.figures) or (None, None), len(self.figures)
+        found = (detectable(self.figures) if self.holds is None else None) or None
         return Sample(n, float(np.mean(self.figures)) if n else math.nan, low, high, self.bound, found)
 
 
@@ -362,7 +362,7 @@ class Comparison:
     @property
     def sample(self) -> Sample | None:
         """The values that the claim was tested on; None if it was tested in another way."""
-        return self.evidence and self.evidence.sample
+        return None if self.evidence is None else self.evidence.sample
 
     @property
     def verdict(self) -> str:
@@ -385,8 +385,10 @@ class Comparison:
     @classmethod
     def from_json(cls, entry: Mapping[str, Any]) -> "Comparison":
         """Read an entry back; what follows from the evidence is computed again."""
-        evidence = entry["evidence"] and Evidence(**{**entry["evidence"], "figures": tuple(entry["evidence"]["figures"])})
-        return cls(**{**{field.name: entry.get(field.name) for field in fields(cls)}, "evidence": evidence})
+        given: dict[str, Any] = {field.name: entry.get(field.name) for field in fields(cls)}
+        if given["evidence"] is not None:
+            given["evidence"] = Evidence(**{**given["evidence"], "figures": tuple(given["evidence"]["figures"])})
+        return cls(**given)
 
     @classmethod
     def tested_on(

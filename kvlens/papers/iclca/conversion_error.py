@@ -79,7 +79,8 @@ def conversion_error(settings: Settings, tell: Tell) -> Reproduction:
         errors = pd.concat([_measure(model, *batch) for batch in batches], ignore_index=True)
         n_parameters = sum(p.numel() for p in model.parameters())
         halves = next(random_pairs(settings["n_combined"], *lengths, batch_size=size["batch"], seed=settings["seed"]))
-        two.append(combined(model, *halves[0].tensor_split(2, dim=1), halves[1]).assign(model=f"{n_parameters:,} parameters"))
+        first, second = halves[0].tensor_split(2, dim=1)
+        two.append(combined(model, first, second, halves[1]).assign(model=f"{n_parameters:,} parameters"))
         del model  # before the next one is built; the largest takes 8 GB
         errors["pair"] = errors.groupby(["measure", "accumulation"]).cumcount()
         parts.append(pd.DataFrame(dict(size=size["name"], n_parameters=n_parameters), index=errors.index).join(errors))
