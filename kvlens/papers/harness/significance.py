@@ -322,9 +322,9 @@ class Evidence:
             return Sample(n, mean, low, high, self.bound, None if spreads is None else spreads * spread)
         if self.rule != "values":
             return None
-        (low, high), n = interval_of_mean(self.figures) or (None, None), len(self.figures)
+        n, (first, last) = len(self.figures), interval_of_mean(self.figures) or (None, None)
         found = (detectable(self.figures) if self.holds is None else None) or None
-        return Sample(n, float(np.mean(self.figures)) if n else math.nan, low, high, self.bound, found)
+        return Sample(n, float(np.mean(self.figures)) if n else math.nan, first, last, self.bound, found)
 
 
 @dataclass(frozen=True)
