@@ -79,8 +79,9 @@ def read_pairs(
         same = torch.tensor([i for i, n in enumerate(lengths) if n == length])
         for rows in same.split(max(1, 2 * NUMBERS_PER_PASS // numbers)):
             measure = logit_difference(answers[rows], rivals[rows])
-            some = [None if of is None else torch.stack([of[i] for i in rows.tolist()]) for of in (clean, others, hidden)]
-            found.append(Pairs(some[0], some[1], measure, 1, some[2]))
+            both = [torch.stack([of[i] for i in rows.tolist()]) for of in (clean, others)]
+            gone = None if hidden is None else torch.stack([hidden[i] for i in rows.tolist()])
+            found.append(Pairs(both[0], both[1], measure, 1, gone))
     return found
 
 

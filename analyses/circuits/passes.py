@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -168,7 +169,7 @@ class Pass:
 
         _on(stack, layer.before, note_stream)
         for x, point in layer.points.items():
-            _on(stack, point, lambda value, x=x: self._changed_heads(layer, x, value))
+            _on(stack, point, partial(self._changed_heads, layer, x))
         _on(stack, block.parts[0].attention_points()["z"][0], see_heads)
         if layer.behind is not None:
             stack.callback(layer.behind[0].register_forward_hook(see_behind).remove)
@@ -221,10 +222,14 @@ class PassWithGradients(Pass):
     def _hook(self, stack: ExitStack, layer: CircuitLayer) -> None:
         super()._hook(stack, layer)
         part = layer.block.parts[0]
-        for x, module in (("z", part.component if layer.behind is None else layer.behind[0]), ("mlp", layer.block.mlp)):
+        places: dict[str, Any] = {"z": part.component if layer.behind is None else layer.behind[0], "mlp": layer.block.mlp}
+        for x, module in places.items():
             if (layer.number, x) in self.added:
                 more = torch.nn.functional.pad(self.added[layer.number, x], (0, 0, self.first, 0))
-                _on(stack, module, lambda y, more=more: y + self.all_rows(more).reshape(y.shape))
+                _on(stack, module, partial(self._with_more, more))
+
+    def _with_more(self, more: Tensor, y: Tensor) -> Tensor:
+        return y + self.all_rows(more).reshape(y.shape)
 
     def presence(self, layer: CircuitLayer) -> Tensor:
         """Likewise."""
@@ -258,7 +263,7 @@ class PassWithGradients(Pass):
         for (layer, x, stream, _), of_rows in zip(self._read, gradients[:n_read], strict=True):
             stream = self.first_rows(stream)[:, self.first :]
             gradient = of_rows[:, self.first :]
-            gradient = sum(gradient.chunk(2)) if self.hidden is not None else gradient
+            gradient = torch.stack(gradient.chunk(2)).sum(dim=0) if self.hidden is not None else gradient
             if layer is None:
                 found.append((self.graph.at[self.model.cfg.n_layers, x], gradient[None]))
                 continue
