@@ -360,6 +360,7 @@ def test_units_are_removed_together_from_those_that_cost_most_and_hold_the_claim
     def fall(claim, gone):
         return 2.0 * ({1, 3} <= gone) + 0.5 * (0 in gone)
 
-    runs = SimpleNamespace(without=lambda sets: [frozenset(each) for each in sets])  # what is said is what was taken away
+    # what is said is what was taken away
+    runs = SimpleNamespace(without=lambda sets, **named: [frozenset(each) for each in sets])
     search = UnitSearch(SimpleNamespace(units=range(4), runs=runs, claims=[None], fall=fall), [])
     assert search._by_strength(0, search.first) == [1, 3, 0, 2]
