@@ -302,7 +302,7 @@ BY_LAYER = Columns(layer=("int64", "from 0"), **MEASURES)
 @analysis(
     BY_HEAD,
     "which heads carry a converted prompt: size of the bias, its share of the output, the effect of removing it",
-    cost="the prompt twice; the text twice for each head, and three times",
+    cost="the prompt twice; the text three times, and twice for each head from its layer on",
 )
 @checked
 @torch.no_grad()

@@ -100,7 +100,7 @@ def _read_references(model: KVModel, prompts: Any) -> KVBias:
 @analysis(
     COLUMNS,
     "the effect of ablating the bias or shift state of a head, a layer or the whole prompt",
-    cost="the prompt once; the text once, and once for each row, so for every head, part, method and reference",
+    cost="the prompt once; the text once, and from its layer on for each row, so for every head, part, method and reference",
     inputs={"references": Field("references", _read_references, required=False)},
     options={
         "by": Option("what is ablated at once", GRANULARITIES),

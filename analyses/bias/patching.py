@@ -158,7 +158,7 @@ def has_batch_axis(point: str) -> bool:
 @analysis(
     COLUMNS,
     "which part of a clean prompt, patched into the run with a corrupted one, restores the answer",
-    cost="both prompts once; the text twice, and once for each patch: for every point each head, each layer, and all",
+    cost="both prompts once; the text twice, and from its layer on for each patch: each head, layer and all, of every point",
     inputs={"corrupted": tokens_field("corrupted", prepend_bos=True)},
     options={"points": Option("what is patched; empty: all that the model has", tuple(POINTS), many=True)},
 )

@@ -100,7 +100,7 @@ class AccountedSpan(NamedTuple):
     sources: Sequence[tuple[int, ...]] = ()
 
 
-class Evidence(NamedTuple):
+class FallOfWords(NamedTuple):
     """A run's verdict on words, and by how many nats they fall in it."""
 
     verdict: str
@@ -175,16 +175,16 @@ def needs_account(word: Word, text: str, start: int, stop: int) -> bool:
     return (is_content(word) and not is_number) or (not text[:start].strip() and normal(word.text) == "no")
 
 
-def _without_any(explaining: Any, first: int, last: int) -> Evidence:
+def _without_any(explaining: Any, first: int, last: int) -> FallOfWords:
     """The verdict on words of the response when no unit is left."""
     claim = claim_of(explaining.response, first, last + 1, 0.0, explaining.question)
-    return Evidence(*explaining.of(claim, explaining.nothing)[:2])
+    return FallOfWords(*explaining.of(claim, explaining.nothing)[:2])
 
 
-def _lost_without(explaining: Any, number: int) -> dict[tuple[int, ...], Evidence]:
+def _lost_without(explaining: Any, number: int) -> dict[tuple[int, ...], FallOfWords]:
     """The units, or sets of these, without which a claim is lost with the gap kept and closed."""
     return {
-        tuple(map(int, row["parts"].split("+"))): Evidence(row["verdict"], row["nats"])
+        tuple(map(int, row["parts"].split("+"))): FallOfWords(row["verdict"], row["nats"])
         for row in explaining.rows
         if (row["claim"], row["about"], row["role"], row["gap"]) == (number, "units", "breaking", "kept")
     }

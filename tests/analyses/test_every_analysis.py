@@ -285,7 +285,7 @@ def test_every_analysis_takes_prompt_and_text_by_these_names():
     for name in analyses.ANALYSES:
         analysis = load_analysis(name)
         parameters = list(inspect.signature(getattr(analyses, name)).parameters)
-        assert not analysis.inputs or "prompt" in parameters, name
+        assert not analysis.inputs or {"prompt", "cases"} & {*parameters}, name
         assert not any(parameter.endswith("_tokens") for parameter in parameters), name
         if analysis.needs_text:
             assert parameters[:2] == ["model", "prompt"] and "text" in parameters[2:4], name
@@ -436,13 +436,13 @@ def test_it_tells_how_far_it_is(facts, name, monkeypatch):
     assert len(told) > 1 and told == sorted(told) and 0.9 < told[-1] <= 1.0 and told[0] < 0.9
 
 
-COSTS = {  # tokens that are read: of a prompt of p, a text of t, two units and 8 heads in two layers, which shift their keys
-    "activation_patching": lambda p, t: 2 * p + t * (2 + 8 + 2 + 1),
+COSTS = {  # tokens that are embedded: of a prompt of p, a text of t, two units and 8 heads in two layers, which shift keys
+    "activation_patching": lambda p, t: 2 * p + 4 * t,
     "attribution_by_edge": lambda p, t: (p + t) * (1 + 2),
     "attribution_by_head": lambda p, t: p * (2 + 2) + t * (1 + 2) * (2 + 2 * (8 + 8)),
-    "bias_by_head": lambda p, t: 2 * p + t * (3 + 2 * 8),
+    "bias_by_head": lambda p, t: 2 * p + 3 * t,
     "bias_decomposition": lambda p, t: p + t,
-    "bias_effects": lambda p, t: p + t * (1 + 3 * 8),
+    "bias_effects": lambda p, t: p + 2 * t,
     "bias_positions": lambda p, t: p + t,
     "bias_singular_values": lambda p, t: p,
     "conversion_error": lambda p, t: 4 * (p + t),
