@@ -71,7 +71,7 @@ def test_states_in_a_batch(tmp_path, capsys):
             assert main(["analyse", name, str(prompts), "--out", str(out), *words]) == 0
             table = pd.read_parquet(out).set_index("prompt_id")
             for each, story in stories.items():
-                given = ("the log.", story) if name == "state_erasure" else (story,)
+                given = (story, "the log.") if name == "state_erasure" else (story,)
                 expected = getattr(analyses, name)(model, *given)
                 found = table.loc[each].reset_index(drop=True)[expected.columns]
                 pd.testing.assert_frame_equal(found, expected, check_dtype=False, rtol=1e-11)
