@@ -201,7 +201,7 @@ class Bar:
 
 
 @contextmanager
-def progress_bar(what: str, *, after: float | None = None, shown: bool = True, lines: bool = True) -> Iterator[Bar]:
+def progress_bar(what: str, *, after: float | int | None = None, shown: bool = True, lines: bool = True) -> Iterator[Bar]:
     """A bar with the time that is left, on a terminal or in a notebook, which vanishes when done; none in a worker process.
 
     It is light, so that it shows while torch is imported.
@@ -220,4 +220,4 @@ def progress_bar(what: str, *, after: float | None = None, shown: bool = True, l
     width = None if in_notebook else min(WIDTH, shutil.get_terminal_size().columns - 1)
     disable = True if hidden else False if in_notebook else None  # None: without a terminal
     with tqdm(total=1.0, desc=what, disable=disable, ncols=width, **places) as bar:
-        yield Bar(bar, lines=lines and not hidden and bar.disable)
+        yield Bar(bar, lines=lines and not hidden and bool(bar.disable))
