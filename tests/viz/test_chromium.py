@@ -248,7 +248,7 @@ def test_circuitsvis_waits_until_it_is_asked_for(opened, tmp_path):
 
 def test_choosing_a_part_says_what_is_said_without_it_and_numbers_are_written_as_in_python(page, explained, tmp_path):
     values = [0, 7.0, 7.02, -0.5, 12.34, 1234.4, 1e-7, -2.5e6, 0.00123, 0.0009]
-    click = f"document.body.dataset.numbers = {json.dumps(values)}.map(KVLENS.number).join('|');"
+    click = f"document.body.dataset.numbers = {json.dumps(values)}.map((x) => KVLENS.number(x)).join('|');"
     click += "document.querySelectorAll('.source')[0].click();"
     dom = visit(page, tmp_path, script=click).dom
     assert f'data-numbers="{"|".join(map(number, values))}"' in dom
