@@ -54,8 +54,9 @@ class CircuitLayer:
         return heads * ((out - bias) / whole.where(whole != 0, 1))
 
 
+@torch.no_grad()
 def layers_to_hook(model: KVModel) -> list[CircuitLayer]:
-    """All of them."""
+    """All of them; weights and norms are read, not trained."""
     blocks = model.layers()
     before = [model.ends().before, *(block.after for block in blocks)]
     return [CircuitLayer(model, number, block, before[number]) for number, block in enumerate(blocks)]

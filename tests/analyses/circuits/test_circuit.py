@@ -15,7 +15,7 @@ from kvlens.analyses.circuits.estimates import SHARES
 from kvlens.analyses.circuits.graph import Graph
 from kvlens.analyses.circuits.passes import Pass
 from precision import LAW, relative_error
-from small_models import shared, sharp
+from small_models import model_of, shared, sharp
 
 from kvlens import convert_prompt, counterfactuals, logits_after
 from kvlens.analyses import circuit, faithfulness
@@ -230,6 +230,15 @@ def test_what_nodes_write_adds_up_to_the_residual_stream(name):
     ran.logits(CLEAN, None)
     _, cache = model.run_with_cache(CLEAN)
     assert relative_error(ran.written.sum(dim=0), cache["blocks.1.hook_resid_post"]) < LAW
+
+
+@pytest.mark.parametrize("name", BEHIND)
+@pytest.mark.filterwarnings("error")
+def test_weights_that_could_be_trained_cause_no_warning(name):
+    """As those of a model that was just loaded."""
+    model = model_of(*name.split(", "))
+    frozen, trained = (circuit(model.requires_grad_(on), CLEAN, CORRUPTED, everything, method="eap") for on in (False, True))
+    assert torch.equal(trained.estimates, frozen.estimates)
 
 
 @pytest.mark.parametrize("name", BEHIND)
