@@ -53,6 +53,7 @@ EXPERIMENTS = {
     "softmax-conversion": "iclca",
     "compaction": "iclca",
     "gpt2-text": "iclca",
+    "stored-bias": "iclca",
     "weights-to-prompt": "iclca",
     "function-classes": "lecture",
     "dual-equivalence": "dual",

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 import torch
 from precision import LAW, relative_error
-from small_models import shared, tokens
+from small_models import logits_under, model_of, shared, tokens
 
 from kvlens import KVLensError, convert_prompt
 from kvlens.conversion import recall
@@ -20,6 +20,7 @@ from kvlens.papers.iclca import (
     conversion_error,
     direct_conversion,
     softmax_conversion,
+    stored_bias,
     trainable_bias,
 )
 from kvlens.papers.iclca.conversion_accuracy import ALONE, CONVERTED, PROMPTED
@@ -596,3 +597,54 @@ def test_the_prompts_part_of_softmax_attention_is_an_mlp_as_wide_as_the_prompt()
     total = own.sum(-1, keepdim=True) + hidden.sum(-1, keepdim=True)
     assert relative_error((own @ v + hidden @ W_out) / total, z) < LAW
     assert relative_error(own @ v / own.sum(-1, keepdim=True) + hidden @ W_out, z) > 0.1
+
+
+# --- stored-bias ---
+
+
+@pytest.mark.parametrize("row", ["rotary", "learned"])
+def test_an_edit_keeps_what_each_prompt_left_at_its_positions(row):
+    model = model_of("softmax", row)
+    first, second = tokens(1, 9, seed=1)[0], tokens(1, 9, seed=2)[0]
+    own, other = convert_prompt(model, first), convert_prompt(model, second)
+    text = tokens(1, 4, seed=3)
+    every, none, some = (stored_bias.exchanged(own, other, *span) for span in ((0, 9), (4, 4), (3, 6)))
+    assert relative_error(logits_under(model, every, text), logits_under(model, other, text)) < LAW
+    assert relative_error(logits_under(model, none, text), logits_under(model, own, text)) < LAW
+    for here, mine, theirs in zip(some.attention, own.attention, other.attention, strict=True):
+        assert torch.equal(here.keys[:, :, 3:6], theirs.keys[:, :, 3:6])
+        assert torch.equal(here.keys[:, :, :3], mine.keys[:, :, :3]) and torch.equal(here.keys[:, :, 6:], mine.keys[:, :, 6:])
+    assert some.fit is None or "changed" in str(some.fit)  # nobody says that it is the bias of a prompt
+    assert relative_error(logits_under(model, some, text), logits_under(model, own, text)) > 1e-3
+
+
+def edits_table(edited, others, rewritten=4.0):
+    """A table of ten prompts, with what each way brings beyond what is stored."""
+    ways = {"stored": (0.0, 0.0), "rewritten": (rewritten, others), "edited": (edited, 0.0), "another sentence": (0.0, 0.0)}
+    noise = np.random.default_rng(0).normal(0, 0.01, (10, 4, 2))
+    rows = [
+        (prompt, way, changed, -2 + brought[1 - changed] + noise[prompt, number, int(changed)])
+        for prompt in range(10)
+        for number, (way, brought) in enumerate(ways.items())
+        for changed in (True, False)
+    ]
+    return pd.DataFrame(rows, columns=["prompt", "way", "changed", "log_odds"])
+
+
+@pytest.mark.parametrize(
+    ("edited", "others", "verdicts"),
+    [
+        (3.9, 0.0, ["holds"] * 4),
+        (2.0, 0.0, ["holds", "does not hold", "holds", "holds"]),
+        (3.9, 1.0, [*["holds"] * 3, "does not hold"]),
+    ],
+)
+def test_verdicts_on_edits_follow_from_the_shifts(edited, others, verdicts):
+    assert [one.verdict for one in stored_bias.compare_edits(edits_table(edited, others))] == verdicts
+
+
+def test_a_share_of_a_half_that_the_first_token_has_alone_is_no_gain():
+    rows = [(p, n, layer, 0.8 + 0.01 * (p % 2)) for p in range(8) for n in (1, 64) for layer in (0, 1)]
+    half, gain, passes = stored_bias.compare_shares(pd.DataFrame(rows, columns=["prompt", "length", "layer", "share"]))
+    assert half.verdict == "holds" and gain.verdict == "inconclusive"
+    assert passes.ours == 2 and "1: 2" in passes.what
