@@ -1,7 +1,7 @@
 """What is kept between decoding steps, in the form of TransformerLens' decode cache.
 
 The base takes the position offset from ``past_keys.shape`` of the first entry. Linear attention keeps no keys, only
-its state, so its entry provides a tensor of the right shape that uses no memory (one zero, expanded). Softmax attention with
+its state, so in a cache its entry provides a tensor of the right shape that uses no memory (one zero, expanded). Softmax attention with
 a KV shift keeps the shifted keys and values, as TransformerLens does, and in addition the last raw rows.
 
 Negative samples are chosen among the scores of all tokens so far, which a state of fixed size cannot hold: linear attention
@@ -48,7 +48,7 @@ class SeenTokens(NamedTuple):
 
 @dataclass
 class LinearCacheEntry:
-    """The state of one linear-attention layer.
+    """The state of one linear-attention layer: what a text leaves in it, a segment or a token at a time.
 
     Attributes:
         state: A and D of the context alone, without the KV bias.
@@ -60,12 +60,9 @@ class LinearCacheEntry:
         negative_means: mean_{N_j} v of every token so far [batch, head, key_pos, d_head], if each label has its negatives.
         bias: (b_KV, b_D) as the last forward pass read them (b_D is None under normalizer "none"); None without a bias.
         frozen: whether passes read the entry without updating it.
+        empty: in a cache, no keys in the form of TransformerLens' entry, [batch, 0, kv_head, d_head].
     """
 
-    batch: int
-    n_kv_heads: int
-    d_head: int
-    device: torch.device | str | None
     state: LinearAttentionState | None = None
     shift_state: ShiftState = field(default_factory=dict)
     n_tokens: int | Tensor = 0
@@ -75,11 +72,14 @@ class LinearCacheEntry:
     seen: SeenTokens | None = None
     negative_means: Tensor | None = None
     frozen: bool = False
+    empty: Tensor | None = None
 
     @property
     def past_keys(self) -> Tensor:
         """A tensor [batch, n_positions, kv_head, d_head] that uses no memory, for the position offset."""
-        return torch.zeros(1, device=self.device).expand(self.batch, self.n_positions, self.n_kv_heads, self.d_head)
+        assert self.empty is not None
+        batch, _, *head = self.empty.shape
+        return self.empty.new_zeros(1).expand(batch, self.n_positions, *head)
 
     past_values = past_keys
 
@@ -97,14 +97,14 @@ def upgrade_cache(cache: TransformerLensKeyValueCache, *, linear: bool) -> None:
     for i, entry in enumerate(cache.entries):
         if isinstance(entry, (LinearCacheEntry, ShiftedCacheEntry)):
             continue
-        batch, n_positions, n_kv_heads, d_head = entry.past_keys.shape
+        n_positions = entry.past_keys.shape[1]
         if n_positions:
             raise KVLensError(
                 f"past_kv_cache: entry {i} already holds {n_positions} keys of a plain softmax model; linear or shifted "
                 "attention and negative samples need more than keys and values. Start from an empty cache."
             )
         if linear:
-            new = LinearCacheEntry(batch, n_kv_heads, d_head, entry.past_keys.device, frozen=entry.frozen)
+            new = LinearCacheEntry(empty=entry.past_keys, frozen=entry.frozen)
         else:
             new = ShiftedCacheEntry(entry.past_keys, entry.past_values, entry.frozen)
         cache.entries[i] = new  # type: ignore[call-overload]

@@ -5,7 +5,7 @@ For each layer, with that layer's own input from the prompt of M tokens:
     b'_KV = gamma^M R_{-M} b_KV + sum_j gamma^{M-1-j} R_{j-M} phi(k'_j) v'_j^T        b'_D = b_D + sum_j phi(k'_j)
     shift state' = the last w rows of [old shift state; the prompt's raw keys, values, queries]
 
-which is the state that one forward pass over the prompt leaves in a decoding cache, expressed from position M. The prompt's own
+which is the state that one forward pass over the prompt leaves, a segment at a time, expressed from position M. That
 pass reads the *old* bias and shift state (ICLCA alg. 1 step (d) has the new one, which is off by 16-60 %).
 
 If RoPE follows the feature map, R_{-M} rotates the stored keys so that the text after the prompt starts at position 0.
@@ -47,46 +47,32 @@ def convert_linear_prompt(
     on_progress: Callable[[float], None] | None,
 ) -> KVBias:
     """See :func:`kvlens.convert_prompt`, which checks the prompt and the bias that it continues."""
-    cfg, device, lengths, n_positions = model.cfg, prompt.tokens.device, prompt.lengths(), prompt.n_positions()
-    entries = _states_after(model, prompt, fwd_hooks, segment_length, on_progress)
-    layers = [_layer(block.attn, entry, n_positions) for block, entry in zip(model.blocks, entries, strict=True)]
-    before = (0, 0) if old is None else (old.to(device).n_prompt_tokens, old.to(device).position_offset)
-    offset = 0 if cfg.rotates_after else n_positions + before[1]
-    layers = [layer.map(lambda x: x.to(device)) for layer in layers]
-    return KVBias(tuple(layers), lengths + before[0], offset, fingerprint, record=None)
-
-
-def _states_after(
-    model: HookedKVTransformer,
-    prompt: PromptBatch,
-    fwd_hooks: Sequence[Any],
-    segment_length: int | None,
-    on_progress: Callable[[float], None] | None,
-) -> list[LinearCacheEntry]:
-    """Run the prompt's own forward pass without the unembedding, and return the states left in a decoding cache."""
-    tokens, mask = prompt.tokens, None if prompt.mask is None else prompt.mask.long()
-    cache = model.empty_cache(len(tokens))
-    with model.hooks(fwd_hooks=list(fwd_hooks)), hidden_tokens_keep_positions(prompt.keeps_positions):
+    cfg, tokens, lengths, n_positions = model.cfg, prompt.tokens, prompt.lengths(), prompt.n_positions()
+    mask, states = None if prompt.mask is None else prompt.mask.long(), [LinearCacheEntry() for _ in model.blocks]
+    with model.hooks(fwd_hooks=list(fwd_hooks)), hidden_tokens_keep_positions(prompt.keeps_positions), model.one_pass():
         model.check_length(tokens.shape[1], mask)
         if segment_length is None and (has_hooks(model) or wants_gradients(model)):
             segment_length = tokens.shape[1]
         options: dict[str, Any] = dict(segment_length=segment_length, on_progress=on_progress)
-        for _ in segments(model, tokens, mask, cache, stop_at_layer=model.cfg.n_layers, **options):
+        for _ in segments(model, tokens, mask, states, stop_at_layer=cfg.n_layers, **options):
             pass
-    return cache.entries  # type: ignore[return-value]
+    layers = [_layer(block.attn, state, n_positions, tokens.device) for block, state in zip(model.blocks, states, strict=True)]
+    before = (0, 0) if old is None else (old.to(tokens.device).n_prompt_tokens, old.to(tokens.device).position_offset)
+    offset = 0 if cfg.rotates_after else n_positions + before[1]
+    return KVBias(tuple(layers), lengths + before[0], offset, fingerprint, record=None)
 
 
-def _layer(attn: KVAttention, entry: LinearCacheEntry, n_positions: int | Tensor) -> Layer:
-    """What the prompt leaves in one layer."""
-    assert entry.state is not None
-    group = attn.cfg.n_heads // entry.state.kv.shape[1]  # a bias has the state of every query head
-    k_sum = None if entry.state.k_sum is None else entry.state.k_sum.repeat_interleave(group, dim=1)
-    written = LinearAttentionState(entry.state.kv.repeat_interleave(group, dim=1), k_sum)
-    old = None if entry.bias is None else LinearAttentionState(*entry.bias)
-    kv, k_sum = carry_layer_state(attn, old, n_positions, written)
+def _layer(attn: KVAttention, left: LinearCacheEntry, n_positions: int | Tensor, device: torch.device) -> Layer:
+    """What the prompt leaves in one layer, as read from its end."""
+    assert left.state is not None
+    group = attn.cfg.n_heads // left.state.kv.shape[1]  # a bias has the state of every query head
+    k_sum = None if left.state.k_sum is None else left.state.k_sum.repeat_interleave(group, dim=1)
+    written = LinearAttentionState(left.state.kv.repeat_interleave(group, dim=1), k_sum)
+    old = None if left.bias is None else LinearAttentionState(*left.bias)
+    kv, k_sum = (x if x is None else x.to(device) for x in carry_layer_state(attn, old, n_positions, written))
     heads = dict(k=attn.cfg.n_kv_heads, v=attn.cfg.n_kv_heads, q=attn.cfg.n_heads)
     empty = {x: kv.new_zeros(len(kv), 0, n, kv.shape[-1]) for x, n in heads.items()}
-    last = {x: entry.shift_state.get(x, empty[x]).to(kv) for x in heads}
+    last = {x: left.shift_state.get(x, empty[x]).to(kv) for x in heads}
     return Layer((State(kv, kv.new_zeros(kv.shape[:3]) if k_sum is None else k_sum),), last)
 
 

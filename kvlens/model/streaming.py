@@ -34,7 +34,6 @@ from kvlens.components import (
     hidden_tokens_keep_positions,
     is_hooked,
     runs_fused,
-    upgrade_cache,
 )
 from kvlens.memory import NUMBERS_AT_ONCE, WIDEST_ELSEWHERE, WIDEST_ON_CPU, by_device
 from kvlens.model.attention_variant import why_no_kv_bias
@@ -120,8 +119,8 @@ def mask_of(
 def segments(
     model: Any,
     tokens: Int[Tensor, "batch pos"],
-    mask: Int[Tensor, "batch pos"] | Bool[Tensor, "batch pos"] | None = None,
-    cache: TransformerLensKeyValueCache | None = None,
+    mask: Int[Tensor, "batch offset_pos"] | None = None,
+    states: list[LinearCacheEntry] | None = None,
     *,
     segment_length: int | None = None,
     return_type: str | None = "logits",
@@ -133,27 +132,26 @@ def segments(
     Args:
         model: with linear attention.
         tokens: the text.
-        mask: 1 or True at real tokens; None if all of them are.
-        cache: what came before, as for a forward pass. After the last segment it holds what one pass would leave in it; a
-            frozen cache is unchanged.
+        mask: 1 at real tokens, those before this text included; None if all of them are.
+        states: what came before in each layer; after the last segment, what one pass would leave in it.
         segment_length: tokens per row and segment; None for :func:`default_segment_length`.
-        return_type: "logits", or None for a pass that only fills ``cache``, without unembedding.
+        return_type: "logits", or None for a pass that only fills ``states``, without unembedding.
         stop_at_layer: as in TransformerLens; at least one layer must run.
         on_progress: called with the fraction done after each segment.
     """
     batch, pos = tokens.shape
     length = default_segment_length(model, batch) if segment_length is None else segment_length
-    if mask is None:
-        mask = torch.ones(1, 1, dtype=torch.long, device=tokens.device).expand(batch, pos)
-    working = _SegmentCache.of(model, cache, mask)
+    states = [LinearCacheEntry() for _ in model.blocks] if states is None else states
+    before = states[0].n_positions
     for start in range(0, pos, length):
-        here = slice(start, start + length)
-        options: dict[str, Any] = dict(attention_mask=mask[:, here], past_kv_cache=working, stop_at_layer=stop_at_layer)
-        yield model(tokens[:, here], return_type=return_type, **options)
+        some, so_far = tokens[:, start : start + length], None if mask is None else mask[:, : before + start + length]
+        so_far = None if so_far is None or bool(so_far.all()) else so_far
+        some = model.hook_tokens(some) if model.cfg.use_hook_tokens else some
+        stream, _ = model.get_residual(model.hook_embed(model.embed(some)), before + start, attention_mask=so_far)
+        options: dict[str, Any] = dict(stop_at_layer=stop_at_layer, attention_mask=so_far, past_kv_cache=states)
+        yield HookedTransformer.forward(model, stream, return_type, start_at_layer=0, **options)
         if on_progress is not None:
             on_progress(min(1.0, (start + length) / pos))
-    if cache is not None:
-        working.hand_over(cache, mask)
 
 
 @checked
@@ -195,10 +193,10 @@ def run_in_segments(
     """
     model.check_tokens(tokens)
     rows = tokens[None].to(model.W_E.device)
-    mask = torch.ones_like(rows)  # a pad token in the given text is text, not padding
-    model.check_length(rows.shape[1], mask)
+    model.check_length(rows.shape[1], None)
     streamed = _has_a_state(model.cfg) and (segment_length is not None or not has_hooks(model))
     if not streamed:
+        mask = torch.ones_like(rows)  # a pad token in the given text is text, not padding
         model.run_with_hooks(
             rows, return_type=None, attention_mask=mask, stop_at_layer=stop_at_layer, fwd_hooks=list(fwd_hooks)
         )
@@ -207,8 +205,8 @@ def run_in_segments(
         return
     length = segment_length or default_segment_length(model, 1, NUMBERS_AT_ONCE)
     options: dict[str, Any] = dict(segment_length=length, stop_at_layer=stop_at_layer, on_progress=on_progress)
-    with model.hooks(fwd_hooks=list(fwd_hooks)):
-        for _ in segments(model, rows, mask, return_type=None, **options):
+    with model.hooks(fwd_hooks=list(fwd_hooks)), model.one_pass():
+        for _ in segments(model, rows, return_type=None, **options):
             pass
 
 
@@ -233,13 +231,20 @@ def forward_in_segments(
     if mask is None:
         mask = mask_of(model, tokens, prepend_bos, padding_side, cached=cache is not None)
     model.check_length(tokens.shape[1], mask)
+    tokens, states, whole = tokens.to(model.W_E.device), None, mask
+    if cache is not None:
+        model.get_pos_offset(cache, len(tokens))
+        states = [dataclasses.replace(entry, frozen=False) for entry in cache.entries]  # an error leaves those as they were
+        here = torch.ones_like(tokens) if mask is None else mask
+        whole = torch.cat([cache.previous_attention_mask.to(here.device), here], dim=1)
+    whole = None if whole is None else whole.to(tokens.device)
     wants_loss = stop_at_layer is None and return_type in ("loss", "both")
     wants_output = stop_at_layer is not None or return_type in ("logits", "both")
     output: Tensor | None = None
     losses: list[Tensor] = []
     last, start = None, 0
     needed = None if return_type is None else "logits"
-    for part in segments(model, tokens, mask, cache, return_type=needed, stop_at_layer=stop_at_layer):
+    for part in segments(model, tokens, whole, states, return_type=needed, stop_at_layer=stop_at_layer):
         if part is None:
             continue
         end = start + part.shape[1]
@@ -252,6 +257,9 @@ def forward_in_segments(
             losses.append(model.loss_fn(with_last, of_these, per_token=True))
             last = part[:, -1:].clone()
         start = end
+    if cache is not None:
+        cache.append_attention_mask(here)
+        cache.entries = [old if old.frozen else new for old, new in zip(cache.entries, states, strict=True)]
     if not wants_loss:
         return output
     loss = _mean_loss(torch.cat(losses, dim=1), mask, loss_per_token)
@@ -265,32 +273,6 @@ def _mean_loss(losses: Tensor, mask: Tensor | None, per_token: bool) -> Tensor:
         counts = mask[:, :-1].bool() & mask[:, 1:].bool()
         losses, n = losses.masked_fill(~counts.to(losses.device), 0.0), int(counts.sum())
     return losses if per_token else losses.sum() / n
-
-
-@dataclasses.dataclass
-class _SegmentCache(TransformerLensKeyValueCache):
-    """The states between segments. TransformerLens' cache would copy the mask of the whole text at every segment."""
-
-    entries: list[LinearCacheEntry]  # type: ignore[assignment]
-    n_masked: int = 0
-
-    @classmethod
-    def of(cls, model: Any, cache: TransformerLensKeyValueCache | None, mask: Tensor) -> "_SegmentCache":
-        if cache is None:
-            cache = TransformerLensKeyValueCache.init_cache(model.cfg, model.cfg.device, mask.shape[0])
-        upgrade_cache(cache, linear=True)
-        before = cache.previous_attention_mask.to(mask.device)
-        whole = torch.cat([before, mask], dim=1) if before.shape[1] else mask
-        return cls([dataclasses.replace(e, frozen=False) for e in cache.entries], whole, n_masked=before.shape[1])  # type: ignore
-
-    def append_attention_mask(self, attention_mask: Tensor) -> Tensor:
-        self.n_masked += attention_mask.shape[1]
-        return self.previous_attention_mask[:, : self.n_masked]
-
-    def hand_over(self, cache: TransformerLensKeyValueCache, mask: Tensor) -> None:
-        """Leave in ``cache`` what one pass over all segments would have left."""
-        cache.append_attention_mask(mask)
-        cache.entries = [old if old.frozen else new for old, new in zip(cache.entries, self.entries, strict=True)]
 
 
 LONG = 1024

@@ -136,9 +136,7 @@ class HookedKVTransformer(LoadsAndSaves):
         padding on the right they are always text.
         """
         check_input(self, input, attention_mask, past_kv_cache, is_stream=start_at_layer is not None)
-        if self._may_be_silent:
-            warn_of_silent_hooks(self)
-        with self._thread.turn, self._thread.passes(self._attached is not None), self._warns_of_the_bias():
+        with self.one_pass():
             if past_kv_cache is not None and self.cfg.needs_own_cache:
                 upgrade_cache(past_kv_cache, linear=self.cfg.attention == "linear")
             if start_at_layer is None:
@@ -399,13 +397,19 @@ class HookedKVTransformer(LoadsAndSaves):
                 self._spread(before)
 
     @contextlib.contextmanager
-    def _warns_of_the_bias(self) -> Iterator[None]:
-        """Enclose a pass: warn, once, if the attached bias no longer fits the weights, or has normalizers below 0."""
+    def one_pass(self) -> Iterator[None]:
+        """Enclose a pass, in its turn and by the thread of the attached bias.
+
+        Warns, once each, of hooks that do not fire, and if the bias no longer fits the weights, or has normalizers below 0.
+        """
+        if self._may_be_silent:
+            warn_of_silent_hooks(self)
         normalizers = self._normalizers
-        self._weights_then = look_again(self, self._attached, self._weights_then)
-        yield
-        if normalizers is not None:
-            normalizers.tell()
+        with self._thread.turn, self._thread.passes(self._attached is not None):
+            self._weights_then = look_again(self, self._attached, self._weights_then)
+            yield
+            if normalizers is not None:
+                normalizers.tell()
 
     def _spread(self, bias: KVBias | None) -> None:
         """Attach ``bias``: give each layer its part."""
