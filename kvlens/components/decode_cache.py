@@ -1,8 +1,8 @@
 """What is kept between decoding steps, in the form of TransformerLens' decode cache.
 
 The base takes the position offset from ``past_keys.shape`` of the first entry. Linear attention keeps no keys, only
-its state, so in a cache its entry provides a tensor of the right shape that uses no memory (one zero, expanded). Softmax attention with
-a KV shift keeps the shifted keys and values, as TransformerLens does, and in addition the last raw rows.
+its state, so in a cache its entry provides a tensor of the right shape that uses no memory (one zero, expanded). Softmax
+attention with a KV shift keeps the shifted keys and values, as TransformerLens does, and in addition the last raw rows.
 
 Negative samples are chosen among the scores of all tokens so far, which a state of fixed size cannot hold: linear attention
 with negative samples also keeps every token's features and value, and decoding is exact but no longer O(1).

@@ -34,6 +34,7 @@ from kvlens.components import (
     hidden_tokens_keep_positions,
     is_hooked,
     runs_fused,
+    upgrade_cache,
 )
 from kvlens.memory import NUMBERS_AT_ONCE, WIDEST_ELSEWHERE, WIDEST_ON_CPU, by_device
 from kvlens.model.attention_variant import why_no_kv_bias
@@ -120,8 +121,9 @@ def segments(
     model: Any,
     tokens: Int[Tensor, "batch pos"],
     mask: Int[Tensor, "batch offset_pos"] | None = None,
-    states: list[LinearCacheEntry] | None = None,
+    states: Sequence[Any] | None = None,
     *,
+    before: int = 0,
     segment_length: int | None = None,
     return_type: str | None = "logits",
     stop_at_layer: int | None = None,
@@ -130,10 +132,12 @@ def segments(
     """The output of each segment in turn: logits, nothing, or the residual stream before ``stop_at_layer``.
 
     Args:
-        model: with linear attention.
+        model: whose pass it is (:meth:`kvlens.HookedKVTransformer.one_pass`).
         tokens: the text.
         mask: 1 at real tokens, those before this text included; None if all of them are.
-        states: what came before in each layer; after the last segment, what one pass would leave in it.
+        states: of each layer, what came before; after the last segment, what one pass would leave in it. None if nothing did,
+            and nobody reads it.
+        before: how many positions came before.
         segment_length: tokens per row and segment; None for :func:`default_segment_length`.
         return_type: "logits", or None for a pass that only fills ``states``, without unembedding.
         stop_at_layer: as in TransformerLens; at least one layer must run.
@@ -141,15 +145,15 @@ def segments(
     """
     batch, pos = tokens.shape
     length = default_segment_length(model, batch) if segment_length is None else segment_length
-    states = [LinearCacheEntry() for _ in model.blocks] if states is None else states
-    before = states[0].n_positions
+    if states is None and model.cfg.attention == "linear":
+        states = [LinearCacheEntry() for _ in model.blocks]
     for start in range(0, pos, length):
         some, so_far = tokens[:, start : start + length], None if mask is None else mask[:, : before + start + length]
         so_far = None if so_far is None or bool(so_far.all()) else so_far
         some = model.hook_tokens(some) if model.cfg.use_hook_tokens else some
-        stream, _ = model.get_residual(model.hook_embed(model.embed(some)), before + start, attention_mask=so_far)
-        options: dict[str, Any] = dict(stop_at_layer=stop_at_layer, attention_mask=so_far, past_kv_cache=states)
-        yield HookedTransformer.forward(model, stream, return_type, start_at_layer=0, **options)
+        stream, added = model.get_residual(model.hook_embed(model.embed(some)), before + start, attention_mask=so_far)
+        options: dict[str, Any] = dict(attention_mask=so_far, past_kv_cache=states, shortformer_pos_embed=added)
+        yield HookedTransformer.forward(model, stream, return_type, start_at_layer=0, stop_at_layer=stop_at_layer, **options)
         if on_progress is not None:
             on_progress(min(1.0, (start + length) / pos))
 
@@ -231,9 +235,8 @@ def forward_in_segments(
     if mask is None:
         mask = mask_of(model, tokens, prepend_bos, padding_side, cached=cache is not None)
     model.check_length(tokens.shape[1], mask)
-    tokens, states, whole = tokens.to(model.W_E.device), None, mask
+    tokens, states, whole, before = tokens.to(model.W_E.device), None, mask, model.get_pos_offset(cache, len(tokens))
     if cache is not None:
-        model.get_pos_offset(cache, len(tokens))
         states = [dataclasses.replace(entry, frozen=False) for entry in cache.entries]  # an error leaves those as they were
         here = torch.ones_like(tokens) if mask is None else mask
         whole = torch.cat([cache.previous_attention_mask.to(here.device), here], dim=1)
@@ -244,7 +247,7 @@ def forward_in_segments(
     losses: list[Tensor] = []
     last, start = None, 0
     needed = None if return_type is None else "logits"
-    for part in segments(model, tokens, whole, states, return_type=needed, stop_at_layer=stop_at_layer):
+    for part in segments(model, tokens, whole, states, before=before, return_type=needed, stop_at_layer=stop_at_layer):
         if part is None:
             continue
         end = start + part.shape[1]
@@ -354,20 +357,20 @@ def logits_of(
 def read_prompt(model: Any, prompt: PromptBatch, with_queries: bool = False) -> PromptReading:
     """See :meth:`kvlens.model.protocol.ReadsPrompts.read_prompt`; hooks and gradients see the whole prompt."""
     tokens, mask, _, keeps_positions = prompt
-    cache = model.empty_cache(len(tokens))
-    given = torch.ones_like(tokens) if mask is None else mask.long()
-    residuals, queries = [], []
-    with hidden_tokens_keep_positions(keeps_positions):
-        changes_with_length = model.cfg.use_dynamic_ntk_rope or keeps_positions
-        holds_no_scores = mask is None and _holds_no_scores(model)
-        whole = changes_with_length or holds_no_scores or has_hooks(model) or wants_gradients(model)
-        for some in _segments(model, tokens, whole):
-            options = dict(attention_mask=given[:, some], past_kv_cache=cache, stop_at_layer=model.cfg.n_layers)
-            with observed(model) as seen:
-                residuals.append(model(tokens[:, some], **options))
+    read, residuals, queries = None if mask is None else mask.long(), [], []
+    changes_with_length = model.cfg.use_dynamic_ntk_rope or keeps_positions
+    holds_no_scores = mask is None and _holds_no_scores(model)
+    whole = changes_with_length or holds_no_scores or has_hooks(model) or wants_gradients(model)
+    length = tokens.shape[1] if whole else _at_once(model, tokens)
+    cache = _entries(model, len(tokens)) if length < tokens.shape[1] or model.cfg.needs_own_cache else None
+    with hidden_tokens_keep_positions(keeps_positions), observed(model) as seen, model.one_pass():
+        for stream in segments(model, tokens, read, cache, segment_length=length, stop_at_layer=model.cfg.n_layers):
+            residuals.append(stream)
+            *_, keys, values = zip(*seen, strict=True)
             queries.append([q.to(tokens.device) for q, _, _ in seen] if with_queries else [])
-    keys, values = ([x[i].transpose(1, 2).to(tokens.device) for x in seen] for i in (1, 2))
-    entries = [entry for entry in cache.entries if isinstance(entry, ShiftedCacheEntry)]
+            seen.clear()
+    keys, values = ([x.transpose(1, 2).to(tokens.device) for x in of_layers] for of_layers in (keys, values))
+    entries = [entry for entry in cache or () if isinstance(entry, ShiftedCacheEntry)]
     shifted = [x for x in "kvq" if any(x in entry.shift_state for entry in entries)]
     return PromptReading(
         keys,
@@ -382,20 +385,15 @@ def read_prompt(model: Any, prompt: PromptBatch, with_queries: bool = False) -> 
 def read_queries(model: Any, tokens: Tensor, layers: range | None = None) -> list[QueriesRead]:
     """See :meth:`kvlens.model.protocol.ReadsPrompts.read_queries`; in float32 or better."""
     layers = range(model.cfg.n_layers) if layers is None else layers
-    segments = list(_segments(model, tokens))
-    cache = model.empty_cache(len(tokens)) if len(segments) > 1 else None
-    read = []
-    for some in segments:
-        z, log_n = dict[int, Tensor](), dict[int, Tensor]()
-        hooks = [(f"blocks.{i}.attn.hook_z", lambda x, hook: z.__setitem__(hook.layer(), x.detach())) for i in layers]  # noqa: B023
-        hooks += [
-            (f"blocks.{i}.attn.hook_normalizer", lambda x, hook: log_n.__setitem__(hook.layer(), x.detach()))  # noqa: B023
-            for i in layers
-        ]
-        options = dict(attention_mask=torch.ones_like(tokens[:, some]), past_kv_cache=cache, stop_at_layer=layers[-1] + 1)
-        with observed(model) as seen, model.hooks(fwd_hooks=hooks):
-            model(tokens[:, some], **options)
-        read.append([(seen[i][0].to(log_n[i]), z[i].to(log_n[i]), log_n[i]) for i in layers])
+    length = _at_once(model, tokens)
+    cache = _entries(model, len(tokens)) if length < tokens.shape[1] else None
+    read, z, log_n = [], dict[int, Tensor](), dict[int, Tensor]()
+    hooks = [(f"blocks.{i}.attn.hook_z", lambda x, hook: z.__setitem__(hook.layer(), x.detach())) for i in layers]
+    hooks += [(f"blocks.{i}.attn.hook_normalizer", lambda x, hook: log_n.__setitem__(hook.layer(), x.detach())) for i in layers]
+    with observed(model) as seen, model.hooks(fwd_hooks=hooks), model.one_pass():
+        for _ in segments(model, tokens, None, cache, segment_length=length, stop_at_layer=layers[-1] + 1):
+            read.append([(seen[i][0].to(log_n[i]), z[i].to(log_n[i]), log_n[i]) for i in layers])
+            seen.clear()
     return [QueriesRead(*map(torch.cat, zip(*parts, strict=True), [1] * 3)) for parts in zip(*read, strict=True)]
 
 
@@ -405,12 +403,19 @@ def _holds_no_scores(model: Any) -> bool:
     return by_kernel and model.cfg.positional_embedding_type != "alibi"
 
 
-def _segments(model: Any, tokens: Tensor, whole: bool = False) -> Iterator[slice]:
-    """The positions of a text that are read at once after what is attached."""
-    batch, n_pos = tokens.shape
-    n_keys = 0 if model.attached_kv_bias is None else model.attached_kv_bias.d_phi
-    length = n_pos if whole else tokens_at_once(model, batch, n_pos, n_keys)
-    return (slice(first, first + length) for first in range(0, n_pos, length))
+def _at_once(model: Any, tokens: Tensor) -> int:
+    """How many tokens of each text are read at once after what is attached."""
+    return tokens_at_once(model, *tokens.shape, 0 if model.attached_kv_bias is None else model.attached_kv_bias.d_phi)
+
+
+def _entries(model: Any, batch: int) -> Sequence[Any]:
+    """What softmax layers keep between segments, empty, each of its own sizes."""
+    cache = model.empty_cache(batch)
+    if model.cfg.needs_own_cache:
+        upgrade_cache(cache, linear=False)
+    model.get_pos_offset(cache, batch)
+    entries: Sequence[Any] = cache.entries
+    return entries
 
 
 def tokens_at_once(model: Any, batch: int, n_pos: int, n_keys: int) -> int:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from precision import LAW
-from small_models import LINEAR, linear_model, relative_error, sharp, small_model, tokens
+from small_models import LINEAR, linear_model, relative_error, sharp, small_model, tokens, warned_of
 from tiny_text_model import tiny_text_model
 
 from kvlens import KVLensError, convert_prompt
@@ -111,6 +111,20 @@ def test_one_bias_serves_every_row_and_its_shift_state_is_read_once(short_segmen
         streamed = model(text)
     whole = model(torch.cat([prompt.expand(3, -1), text], dim=1))[:, 6:]
     assert relative_error(streamed, whole) < LAW
+
+
+def test_normalizers_below_zero_are_counted_over_the_whole_pass(short_segments):
+    """In segments, too: the share in the warning is that of all tokens, not of the first segment that has any."""
+    model, text = model_of("rope after"), tokens(1, POS)
+    bias = convert_prompt(model, tokens(1, 6, seed=4)[0]) * -2.0
+
+    def read():
+        with model.kv_bias(bias):
+            model(text)
+
+    in_segments = warned_of(read)
+    short_segments(100)
+    assert in_segments == warned_of(read) != []
 
 
 def test_a_frozen_cache_stays_as_it_is(short_segments):
