@@ -85,8 +85,12 @@ def ensure(what: str, kind: Any, value: Any) -> Any:
     reader = reader_of(kind)
     read = value if reader is None else reader(value)
     if read is UNFIT:
-        raise KVLensError(f"{what} must be {_wanted(kind, value)}, got {brief(value)}{_nearest(kind, value)}")
+        raise _unfit(what, kind, value)
     return read
+
+
+def _unfit(what: str, kind: Any, value: Any) -> KVLensError:
+    return KVLensError(f"{what} must be {_wanted(kind, value)}, got {brief(value)}{_nearest(kind, value)}")
 
 
 def one_of(names: Iterable[str]) -> Any:
@@ -212,19 +216,28 @@ def axes_in_words(words: str) -> str:
     return ", ".join(names.get(word[0], "{1}").format(word[1:], word) for word in words.split())
 
 
+def holds_tensors(kind: Any) -> bool:
+    """Whether this annotates a tensor, a list of them, or a tuple that has them as fields; or one of these or None."""
+    one, *more = [member for member in members(kind) if member is not type(None)] or [None]
+    listed = get_origin(one) is Sequence and is_array(get_args(one)[0])
+    return not more and (
+        is_array(one) or listed or (isinstance(one, type) and issubclass(one, tuple) and hasattr(one, "_fields"))
+    )
+
+
 def tensors_in(label: str, kind: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """(label, annotation, value) of every tensor that an argument is, lists, or has as a field."""
-    found = [member for member in members(kind) if member is not type(None)]
-    if len(found) != 1 or (value is None and found[0] is not kind):
+    """(label, annotation, value) of every tensor in an argument whose annotation :func:`holds_tensors`."""
+    (one,) = (member for member in members(kind) if member is not type(None))
+    if value is None and one is not kind:
         return
-    (one,) = found
     if is_array(one):
         yield label, one, value
-    elif get_origin(one) is Sequence and is_array(get_args(one)[0]):
+    elif get_origin(one) is Sequence:
         yield from ((f"each of {label}", get_args(one)[0], x) for x in value)
-    elif isinstance(one, type) and issubclass(one, tuple) and hasattr(one, "_fields"):
+    else:
         for name, of_field in one.__annotations__.items():
-            yield from tensors_in(f"{label}.{name}", of_field, getattr(value, name, None))
+            if holds_tensors(of_field):
+                yield from tensors_in(f"{label}.{name}", of_field, getattr(value, name, None))
 
 
 def belong_together(tensors: Sequence[tuple[str, Any, Any]]) -> bool:
@@ -294,6 +307,7 @@ def _held(function: Callable[..., Any], from_outside: bool = False) -> Callable[
     kinds = {name: _annotation(function, p) for name, p in signature.parameters.items() if p.kind not in several}
     readers = {name: reader for name, kind in kinds.items() if (reader := reader_of(kind)) is not None}
     defaults = {name: p.default for name, p in signature.parameters.items()}
+    with_tensors = {name: kind for name, kind in kinds.items() if holds_tensors(kind)}
 
     @functools.wraps(function)
     def held(*args: Any, **kwargs: Any) -> Any:
@@ -305,8 +319,11 @@ def _held(function: Callable[..., Any], from_outside: bool = False) -> Callable[
             return function(*args, **kwargs)  # raises Python's own error, which names the function and the argument
         for name, value in given.arguments.items():
             if name in readers and value is not defaults[name]:
-                given.arguments[name] = ensure(f"{_called(function, args)}: {name}", kinds[name], value)
-        tensors = [t for name, value in given.arguments.items() if name in kinds for t in tensors_in(name, kinds[name], value)]
+                given.arguments[name] = read = readers[name](value)
+                if read is UNFIT:
+                    raise _unfit(f"{_called(function, args)}: {name}", kinds[name], value)
+        here = ((name, kind, given.arguments[name]) for name, kind in with_tensors.items() if name in given.arguments)
+        tensors = [tensor for of in here for tensor in tensors_in(*of)]
         if tensors and not belong_together(tensors):
             raise KVLensError(f"{_called(function, args)}: {misfit(tensors)}")
         return function(*given.args, **given.kwargs)

@@ -91,7 +91,8 @@ class _Dense(nn.Module):
         super().__init__()
         self.cfg, self.d_mlp = cfg, cfg.d_mlp
         self.act_fn = activation_of(cfg)
-        if cfg.is_layer_norm_activation():
+        self.normed = cfg.is_layer_norm_activation()
+        if self.normed:
             self.hook_mid = HookPoint()
             self.ln = Norm(cfg, "LN", cfg.d_mlp) if cfg.normalization_type == "LN" else Norm(cfg, "LNPre")
 
@@ -117,7 +118,7 @@ class MLP(_Dense):
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         """[batch, pos, d_model]."""
         features = self.act_fn(self.hook_pre(affine(x, self.W_in, self.b_in)))
-        if self.cfg.is_layer_norm_activation():
+        if self.normed:
             features = self.ln(self.hook_mid(features))
         return affine(self.hook_post(features), self.W_out, self.b_out)
 
@@ -137,7 +138,7 @@ class GatedMLP(_Dense):
     def forward(self, x: Float[Tensor, "batch pos d_model"]) -> Float[Tensor, "batch pos d_model"]:
         """[batch, pos, d_model]."""
         features = self.act_fn(self.hook_pre(linear(x, self.W_gate.T)))
-        if self.cfg.is_layer_norm_activation():
+        if self.normed:
             features = self.ln(self.hook_mid(features))
         else:
             features = features * self.hook_pre_linear(linear(x, self.W_in.T)) + self.b_in

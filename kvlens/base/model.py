@@ -225,10 +225,8 @@ class HookedTransformer(HasText, HasWeights):
         if setting is not None and not getattr(self.cfg, setting):
             raise KVLensError(f"the hook point {hook_point_name} fires only with {setting}: call model.set_{setting}(True)")
 
-    def get_pos_offset(self, past_kv_cache: TransformerLensKeyValueCache | None, batch_size: int) -> int:
+    def get_pos_offset(self, past_kv_cache: TransformerLensKeyValueCache, batch_size: int) -> int:
         """The number of positions in a decode cache, which must be for this batch and model."""
-        if past_kv_cache is None:
-            return 0
         differ = getattr(self.cfg, "layers_differ", False)
         for block, entry in zip(self.blocks, past_kv_cache.entries if differ else (), strict=differ):
             sizes = (block.cfg.n_key_value_heads or block.cfg.n_heads, block.cfg.d_head)
@@ -288,7 +286,7 @@ class HookedTransformer(HasText, HasWeights):
             attention_mask = attention_mask.to(tokens.device)
             if past_kv_cache is not None:
                 attention_mask = past_kv_cache.append_attention_mask(attention_mask)
-        past = self.get_pos_offset(past_kv_cache, tokens.shape[0])
+        past = 0 if past_kv_cache is None else self.get_pos_offset(past_kv_cache, tokens.shape[0])
         if self.cfg.use_hook_tokens:
             tokens = self.hook_tokens(tokens)
         embedded = self.hook_embed(self.embed(tokens))

@@ -105,12 +105,15 @@ class KVAttention(Attention):
     ) -> Tensor:
         """As in the base: [batch, pos, d_model] from [batch, pos, d_model] or [batch, pos, head, d_model]."""
         entry = past_kv_cache_entry
-        check_batch(1 if self.layer_bias is None else self.layer_bias.n_prompts, query_input.shape[0])
+        if self.layer_bias is not None:
+            check_batch(self.layer_bias.n_prompts, query_input.shape[0])
         q, k, v = self.calculate_qkv_matrices(query_input, key_input, value_input)
         mask = None if attention_mask is None else attention_mask[:, -q.shape[1] :].bool().to(q.device)
         mask = None if mask is None or bool(mask.all()) else mask
-        shifted, shift_state = self._shifted({"q": q, "k": k, "v": v}, getattr(entry, "shift_state", {}), mask)
-        q, k, v = shifted["q"], shifted["k"], shifted["v"]
+        shift_state: ShiftState = {}
+        if self.cfg.kv_shift is not None:
+            shifted, shift_state = self._shifted({"q": q, "k": k, "v": v}, getattr(entry, "shift_state", {}), mask)
+            q, k, v = shifted["q"], shifted["k"], shifted["v"]
         if self.augment_k is not None:
             k = self.hook_k_augmented(self.augment_k(k, key_input))
         if self.augment_v is not None:
@@ -119,7 +122,7 @@ class KVAttention(Attention):
         heads = HEADS[self.cfg.attention](self, tokens, entry).outputs()
         if shift_state and entry is not None and not entry.frozen:
             entry.shift_state = shift_state
-        z, z_bias, _ = regularized(self, heads, tokens)
+        z, z_bias, _ = heads if self.variant is None else regularized(self, heads, tokens)
         if z_bias is not None:
             z = self.hook_z_context(z) + self.hook_z_bias(z_bias)
         return self.output(self.hook_z(z.to(self.W_O.dtype)))

@@ -74,6 +74,11 @@ class LinearCacheEntry:
     frozen: bool = False
     empty: Tensor | None = None
 
+    def count(self, n: int, mask: Tensor | None) -> None:
+        """Count ``n`` more positions, of each row those where ``mask`` is True."""
+        self.n_tokens = self.n_tokens + (n if mask is None else mask.sum(dim=1))
+        self.n_positions += n
+
     @property
     def past_keys(self) -> Tensor:
         """A tensor [batch, n_positions, kv_head, d_head] that uses no memory, for the position offset."""

@@ -209,7 +209,7 @@ def read_values(attn: Any, pattern: Tensor, scores: Tensor, visible: Tensor | No
 
 def regularized(attn: Any, heads: HeadOutputs, tokens: NewTokens) -> HeadOutputs:
     """z_i - alpha v_i, the same over 1 - alpha, or z_i - alpha p_ii v_i; only the text's summand of z is reduced."""
-    settings = None if attn.variant is None else attn.variant.regularised
+    settings = attn.variant.regularised
     if settings is None:
         return heads
     own = tokens.v.repeat_interleave(tokens.q.shape[2] // tokens.v.shape[2], dim=2).to(heads.z_context.dtype)

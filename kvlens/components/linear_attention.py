@@ -116,13 +116,8 @@ class LinearHeads(Heads):
             heads, state = self._attend(features, bias)
         if entry is not None and self.updates:
             entry.state, entry.bias = state, bias
-            self._count_tokens(entry)
+            entry.count(tokens.q.shape[1], mask)
         return heads
-
-    def _count_tokens(self, entry: LinearCacheEntry) -> None:
-        pos = self.tokens.q.shape[1]
-        entry.n_tokens = entry.n_tokens + (pos if self.mask is None else self.mask.sum(dim=1))
-        entry.n_positions += pos
 
     def _features(self, q: Tensor, k: Tensor, v: Tensor) -> TokenFeatures:
         """phi~ of the numerator and phi of the normalizer."""
@@ -188,7 +183,8 @@ class LinearHeads(Heads):
             z_bias = z_bias if divisor is None else z_bias / divisor[..., None]
         if n is not None and divisor is not n:
             self._check_nothing_visible(n, z_context if z_bias is None else z_context + z_bias)
-        return HeadOutputs(z_context, z_bias, self._own_share(phi_q, phi_k, divisor)), state
+        own_share = None if attn.variant is None else self._own_share(phi_q, phi_k, divisor)
+        return HeadOutputs(z_context, z_bias, own_share), state
 
     def _divisor(self, n: Tensor | None, features: TokenFeatures) -> Tensor | None:
         """``n`` if nothing in it is near 0; otherwise with 1 in place of zeros, so that 0 / 0 is 0 with a finite gradient."""
@@ -241,7 +237,7 @@ class LinearHeads(Heads):
 
     def _own_share(self, phi_q: Tensor, phi_k: Tensor, n: Tensor | None) -> Tensor | None:
         """phi~(q_i).phi~(k_i) / n_i, if a variant needs it."""
-        if self.attn.variant is None or not self.attn.variant.wants_own_share:
+        if not self.attn.variant.wants_own_share:
             return None
         own = (phi_q * phi_k.repeat_interleave(phi_q.shape[2] // phi_k.shape[2], dim=2)).sum(dim=-1)
         return own if n is None else own / n
@@ -261,7 +257,7 @@ class LinearHeads(Heads):
             z, state = ridge_steps(phi_q, phi_k, v, strength, before, self.mask)
         if self.entry is not None and not self.entry.frozen:
             self.entry.ridge = state
-            self._count_tokens(self.entry)
+            self.entry.count(phi_q.shape[1], self.mask)
         return HeadOutputs(z)
 
     def _form(self, pos: int, pattern_hooked: bool) -> str:
@@ -292,7 +288,8 @@ class LinearHeads(Heads):
     def _through_pattern(self, features: TokenFeatures, decay: Tensor | None, n: Tensor | None) -> Tensor:
         """The context's summand of z, computed through the hooked scores and pattern."""
         attn, phi_q = self.attn, features.phi_q
-        seen = self._seen(SeenTokens(features.phi_k, features.v, self.mask))
+        seen = SeenTokens(features.phi_k, features.v, self.mask)
+        seen = self._seen(seen, self.entry) if self.needs_pattern and self.entry is not None else seen
         v = seen.v if seen.mask is None else without_padding(seen.v, seen.mask)
         scores = attn.hook_attn_scores(causal_scores(phi_q, seen.phi_k, decay, seen.mask))
         pattern = through(attn.hook_pattern, scores if n is None else scores / n.transpose(1, 2)[..., None])
@@ -306,11 +303,9 @@ class LinearHeads(Heads):
         read = read_state(phi_q, self.state.kv, decay, self._steps(phi_q, 0))
         return z_context + (read if n is None else read / n[..., None])
 
-    def _seen(self, new: SeenTokens) -> SeenTokens:
-        """The tokens that the scores cover: the new ones, plus all earlier ones if negatives are chosen among them."""
-        entry = self.entry
-        if entry is None or not self.needs_pattern:
-            return new
+    @staticmethod
+    def _seen(new: SeenTokens, entry: LinearCacheEntry) -> SeenTokens:
+        """The new tokens and all earlier ones, among which negatives are chosen."""
         seen = new if entry.seen is None else entry.seen.followed_by(new)
         if not entry.frozen:
             entry.seen = seen

@@ -46,7 +46,6 @@ from kvlens.conversion.prompt import (
     Replacement,
     UpTo,
     counterfactuals_of,
-    length_note,
     only_row,
     prompt_batch,
 )
@@ -169,8 +168,8 @@ def convert_prompt(
             )
         _warn_of_length(model, tokens, old)
         if is_softmax:
-            tell = stack.enter_context(_bar(verbose and isinstance(way, Approximation), on_progress))
-            bias, whole = _convert_softmax(cast(ReadsPrompts, model), tokens, old, fingerprint, way, fwd_hooks, tell)
+            bar = _bar(verbose, on_progress)
+            bias, whole = _convert_softmax(cast(ReadsPrompts, model), tokens, old, fingerprint, way, fwd_hooks, bar)
         else:
             assert isinstance(model, HookedKVTransformer)
             bias = convert_linear_prompt(model, tokens, old, fingerprint, fwd_hooks, segment_length, on_progress)
@@ -305,10 +304,14 @@ def _read_prompt(
 
 
 def _warn_of_length(model: KVModel, prompt: PromptBatch, old: KVBias | None) -> None:
+    """Warn if the prompt is longer than ``n_ctx`` and the positions allow it; otherwise it is refused elsewhere."""
     before = 0 if old is None else torch.as_tensor(old.n_prompt_tokens).cpu()
-    note = length_note(model, int((torch.as_tensor(prompt.n_positions()).cpu() + before).max()))
-    if note is not None:
-        warn(note)
+    n_tokens = int((torch.as_tensor(prompt.n_positions()).cpu() + before).max())
+    if not model.cfg.has_position_limit and n_tokens > model.cfg.n_ctx:
+        warn(
+            f"The prompt is longer than n_ctx={model.cfg.n_ctx:,}, for which the model was made. Its positions allow more, "
+            "but it was not trained on them: such a prompt may raise the loss instead of lowering it."
+        )
 
 
 def _convert_softmax(
@@ -318,7 +321,7 @@ def _convert_softmax(
     fingerprint: Fingerprint,
     method: ConversionMethod,
     fwd_hooks: Sequence[Any],
-    tell: Callable[[str, float], None],
+    bar: contextlib.AbstractContextManager[Callable[[str, float], None]],
 ) -> tuple[KVBias, KVBias]:
     """The bias, and the exact bias of this prompt alone, both with a batch axis."""
     method.check_model(model)
@@ -334,7 +337,8 @@ def _convert_softmax(
         bias.check_finite("convert_prompt")
         wide, dtype = torch.promote_types(bias.dtype, torch.float32), bias.dtype  # bfloat16 is too coarse for a fit
         wider = exact._replace(bias=bias.to(wide))
-        bias = _approximated(Teacher(model, prompt, wider, None if old is None else old.to(wide), method, tell), dtype)
+        with bar as tell:
+            bias = _approximated(Teacher(model, prompt, wider, None if old is None else old.to(wide), method, tell), dtype)
     return bias if old is None else _on_top_of(old, bias), exact.bias
 
 

@@ -85,16 +85,6 @@ def _tokenize(model: KVModel, text: str | Chat, prepend_bos: bool, what: str, up
     return row
 
 
-def length_note(model: KVModel, n_tokens: int) -> str | None:
-    """A warning if a prompt is longer than ``n_ctx`` and the positions allow it (otherwise it is refused elsewhere)."""
-    if model.cfg.has_position_limit or n_tokens <= model.cfg.n_ctx:
-        return None
-    return (
-        f"The prompt is longer than n_ctx={model.cfg.n_ctx:,}, for which the model was made. Its positions allow more, "
-        "but it was not trained on them: such a prompt may raise the loss instead of lowering it."
-    )
-
-
 Replacement = str | Tensor | Sequence[int]
 
 

@@ -53,13 +53,13 @@ def convert_exactly(
 ) -> ConvertedExactly:
     """One pass over the prompt, with the bias that it continues attached; each layer's keys and values become virtual keys."""
     tokens, read = prompt.tokens, dict[str, Tensor]()
-    with model.hooks(fwd_hooks=list(fwd_hooks)), model.hooks(fwd_hooks=readers(model, old, read)):
+    with model.hooks(fwd_hooks=list(fwd_hooks)), model.hooks(fwd_hooks=[] if old is None else readers(model, old, read)):
         reading = model.read_prompt(prompt, with_queries)
     positions, device = torch.arange(tokens.shape[1], device=tokens.device), reading.residual.device
     last = positions.expand(tokens.shape) if prompt.mask is None else positions.where(prompt.mask, 0)
     residual = reading.residual[torch.arange(len(tokens), device=device), last.amax(dim=1).to(device)][:, None]
     bias = exact_bias(reading, prompt, old, fingerprint)
-    return ConvertedExactly(bias, prompt.mask, residual, as_read(old, read), reading.queries)
+    return ConvertedExactly(bias, prompt.mask, residual, as_read(old, read) if old and read else old, reading.queries)
 
 
 def attention_parts(model: ReadsPrompts) -> list[Any]:
@@ -72,23 +72,20 @@ def rows_at_once(model: KVModel, bias: KVBias, n_pos: int, most: int) -> int:
     return min(most, max(1, by_device(NUMBERS_AT_ONCE, bias.device) // (model.cfg.n_heads * n_pos * (bias.d_phi + n_pos))))
 
 
-def readers(model: KVModel, old: KVBias | None, read: dict[str, Tensor]) -> list[tuple[str, Callable]]:
+def readers(model: KVModel, old: KVBias, read: dict[str, Tensor]) -> list[tuple[str, Callable]]:
     """Hooks that run last and record the old bias as the pass reads it; none if nothing else is hooked to it."""
 
     def note(b: Tensor, hook: Any) -> None:
         read[hook.name] = b
 
-    layers = () if old is None else old.attention_layers
-    names = [f"blocks.{layer}.attn.hook_{name}" for layer in layers for name in ("b_kv", "b_d", "b_keys")]
+    names = [f"blocks.{layer}.attn.hook_{name}" for layer in old.attention_layers for name in ("b_kv", "b_d", "b_keys")]
     names = [name for name in names if name in model.hook_dict]
     hooked = any(model.hook_dict[name].has_hooks("fwd") for name in names)
     return [(name, note) for name in names] if hooked else []
 
 
-def as_read(old: KVBias | None, read: dict[str, Tensor]) -> KVBias | None:
+def as_read(old: KVBias, read: dict[str, Tensor]) -> KVBias:
     """``old`` as changed by hooks: one row per query head, and a batch axis if a hook added one."""
-    if old is None or not read:
-        return old
     device = next(iter(read.values())).device
     given: dict[int, dict[str, Tensor]] = {layer: {} for layer in old.attention_layers}
     for name, b in read.items():

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kvlens.errors import KVLensError, brief
-from kvlens.kv_bias.layers import all_finite
 
 
 @dataclass(frozen=True)
@@ -149,20 +148,6 @@ def _sizes(layer: Any, f: Fingerprint, number: int) -> dict[str, tuple[int | Non
         "state": (None, None, None),
         "conv": (None, None),
     }
-
-
-def check_numbers(bias: Any, what: str) -> None:
-    """Raise KVLensError, as ``what``, where a number of the bias is NaN or infinite; names the tensor and its layer."""
-    tensors = {name: x for name, x in bias.tensors().items() if x.is_floating_point()}
-    if all_finite(tensors.values()):
-        return
-    narrowest_first = sorted(tensors.items(), key=lambda item: item[1].element_size())  # there numbers overflow
-    for (layer, name), tensor in narrowest_first:
-        if not bool(tensor.isfinite().all()):
-            raise KVLensError(
-                f"{what}: {name} of layer {layer} is not finite ({tensor.dtype}): numbers overflowed in the prompt's pass "
-                "(convert it with the model in a wider dtype), or a hook changed them"
-            )
 
 
 def _check_count(name: str, value: Any, batch: tuple[int, ...]) -> None:

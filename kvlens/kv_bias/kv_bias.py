@@ -25,9 +25,9 @@ from kvlens.checks import Count, Finite, checked, ensure
 from kvlens.dtypes import check_holds, dtype_of, is_dtype
 from kvlens.errors import KVLensError
 from kvlens.kv_bias.arithmetic import check_held, sum_in_words, summed, tokens_left
-from kvlens.kv_bias.fields import COUNTS, Fingerprint, check_fields, check_numbers
+from kvlens.kv_bias.fields import COUNTS, Fingerprint, check_fields
 from kvlens.kv_bias.fit import BiasFit, after_rounding, edited, of_sum, since
-from kvlens.kv_bias.layers import Features, Layer, padded
+from kvlens.kv_bias.layers import Features, Layer, all_finite, padded
 from kvlens.kv_bias.storage import as_numbers, read_bias_file, write_bias_file
 
 INSTEAD_OF = {
@@ -155,7 +155,16 @@ class KVBias:
 
     def check_finite(self, what: str) -> None:
         """Raise KVLensError, as ``what``, where a number is NaN or infinite: such a bias is no prompt of any model."""
-        check_numbers(self, what)
+        tensors = {name: x for name, x in self.tensors().items() if x.is_floating_point()}
+        if all_finite(tensors.values()):
+            return
+        narrowest_first = sorted(tensors.items(), key=lambda item: item[1].element_size())  # there numbers overflow
+        for (layer, name), tensor in narrowest_first:
+            if not bool(tensor.isfinite().all()):
+                raise KVLensError(
+                    f"{what}: {name} of layer {layer} is not finite ({tensor.dtype}): numbers overflowed in the prompt's pass "
+                    "(convert it with the model in a wider dtype), or a hook changed them"
+                )
 
     def starts_where(self, other: "KVBias") -> bool:
         """Whether a text starts at the same position with both biases; always true in a model without positions."""

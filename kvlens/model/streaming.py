@@ -235,8 +235,9 @@ def forward_in_segments(
     if mask is None:
         mask = mask_of(model, tokens, prepend_bos, padding_side, cached=cache is not None)
     model.check_length(tokens.shape[1], mask)
-    tokens, states, whole, before = tokens.to(model.W_E.device), None, mask, model.get_pos_offset(cache, len(tokens))
+    tokens, states, whole, before = tokens.to(model.W_E.device), None, mask, 0
     if cache is not None:
+        before = model.get_pos_offset(cache, len(tokens))
         states = [dataclasses.replace(entry, frozen=False) for entry in cache.entries]  # an error leaves those as they were
         here = torch.ones_like(tokens) if mask is None else mask
         whole = torch.cat([cache.previous_attention_mask.to(here.device), here], dim=1)

@@ -142,7 +142,8 @@ class HookedKVTransformer(LoadsAndSaves):
             if start_at_layer is None:
                 if isinstance(input, (str, list)) and self.tokenizer is not None:
                     input = self.to_tokens(input, prepend_bos=prepend_bos, padding_side=padding_side)  # noqa: A001
-                if streaming.streams(self, input, attention_mask, past_kv_cache, return_type, stop_at_layer):
+                is_linear = self.cfg.attention == "linear"
+                if is_linear and streaming.streams(self, input, attention_mask, past_kv_cache, return_type, stop_at_layer):
                     how: dict[str, Any] = dict(return_type=return_type, loss_per_token=loss_per_token, prepend_bos=prepend_bos)
                     how |= dict(padding_side=padding_side, stop_at_layer=stop_at_layer)
                     return streaming.forward_in_segments(self, input, attention_mask, past_kv_cache, **how)
