@@ -78,12 +78,10 @@ _PROJECTIONS = (
     "it changes the queries, keys and values of one head and holds the outputs of others, and a recurrent layer has no hook "
     "points for the former, and behind its heads a gate that reads the residual stream"
 )
-_HOOKS = "it patches, or looks at, hook points that only HookedKVTransformer has in every layer"
 _DUAL = "the dual model is derived for the parameters and feature maps of a HookedKVTransformer"
 _PROBES = "prompts with keys of their own are compared by a text's queries, as HookedKVTransformer's hook points show them"
 
 NOT_ON: Mapping[str, Mapping[str, str]] = {
-    "activation_patching": _not_on_the_bridge(_HOOKS),
     "attribution_by_edge": {RECURRENT: _PROJECTIONS},
     "bias_interactions": _not_on_the_bridge(_PROBES),
     "circuit": {RECURRENT: _PROJECTIONS},

@@ -25,6 +25,9 @@ the last layer they are the k and v of all prompt positions in ``transformer_len
 change what the prompt's own later layers write, and these do not. ``b_kv`` or ``b_d`` alone has no counterpart: exp(q.c) over
 the normalizer of another prompt is unbounded.
 
+A recurrent layer has its state in ``bias``, a value head each, and the inputs of its short convolution in ``shift_state``, all
+of a layer's at once.
+
 Shift coefficients are parameters and the same under both prompts. They are patched with the identity (1, 0, ...): what if this
 head did not shift the text? The prompt remains converted with its shift.
 """
@@ -39,19 +42,31 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias, KVLensError
+from kvlens import KVBias, KVLensError, KVModel
 from kvlens.checks import checked
 from kvlens.errors import brief
+from kvlens.model import head_hooks
 
 from ..attribution.answers import Answer, Rival
 from ..declaration import Columns, Option, analysis, tokens_field
 from ..heads.repeated_text import shifted_projections
 from ..logit_attribution import check_predicts_text, predicted_tokens
-from ..predictions import log_probabilities, next_token_losses
-from ..registry import on_its_front_ends
+from ..predictions import log_probabilities, next_token_losses, text_logits
 from ..segments import OnProgress, part_of, progress
 from ..sequences import CorruptedTokens, PromptTokens, TextTokens, converted, one_sequence
-from .exchange import ALL, HEAD_PART, PART_KINDS, SHIFT_STATE_PART, ExchangedPart, HeadExchange, heads_with, in_one_space
+from .exchange import (
+    ALL,
+    HEAD_PART,
+    PART_KINDS,
+    SHIFT_STATE_PART,
+    ExchangedPart,
+    HeadExchange,
+    has_shift_state,
+    heads_with,
+    in_one_space,
+    layers_with_convolution,
+    shifts,
+)
 
 Metric = Callable[[Float[Tensor, "row pos d_vocab"]], Float[Tensor, " row"]]
 """Maps the logits on the text, one row per patch, to one number per row."""
@@ -62,7 +77,7 @@ COLUMNS = Columns(
     head=(
         "int64",
         "-1: all heads. Key-value heads, each with its queries, for ``shift_state``, ``k_shift_coef`` and ``v_shift_coef``, "
-        "query heads elsewhere",
+        "query heads elsewhere, and behind them the value heads of a recurrent layer",
     ),
     metric=("float64", "of the patched run"),
     clean_metric=("float64", "under the clean prompt"),
@@ -116,38 +131,49 @@ __doc__ = (__doc__ or "") + "".join(
 
 Patch = tuple[str, int, int]
 """The point, layer and head of one intervention; -1 for all of them."""
-Sources = Mapping[tuple[str, int], Tensor]
-"""(point, layer) -> the activation that a hook puts in: z_bias with a batch of 1, or shift coefficients, without one."""
+Sources = Mapping[tuple[str, int, str, int], Tensor]
+"""(point, layer, hook point, number of its first head in the layer) -> the activation that a hook puts in: z_bias with a batch
+of 1, or shift coefficients, without one."""
 
 
-def _has(model: HookedKVTransformer, point: str) -> bool:
+def _has(model: KVModel, bias: KVBias, point: str) -> bool:
     linear = model.cfg.attention == "linear"
-    halves = {"b_kv": linear, "b_d": linear and model.cfg.normalizer != "none", "keys": not linear, "values": not linear}
-    others = {"bias": True, "prompt": True, "z_bias": True, "shift_state": bool(shifted_projections(model))}
+    softmax = not linear and len(bias.attention) > 0
+    halves = {"b_kv": linear, "b_d": linear and model.cfg.normalizer != "none", "keys": softmax, "values": softmax}
+    others = {"bias": True, "prompt": True, "z_bias": True, "shift_state": has_shift_state(bias)}
     return (halves | others).get(point, point[0] in shifted_projections(model))
 
 
-def available_points(model: HookedKVTransformer) -> list[str]:
+def available_points(model: KVModel, bias: KVBias) -> list[str]:
     """The points that the model has, without duplicates: ``bias`` requires a b_D, and ``prompt`` a shift state."""
     twins = {"bias": "b_d" if model.cfg.attention == "linear" else "bias", "prompt": "shift_state"}
-    return [name for name in POINTS if _has(model, name) and _has(model, twins.get(name, name))]
+    return [name for name in POINTS if _has(model, bias, name) and _has(model, bias, twins.get(name, name))]
 
 
-def patches_of(model: HookedKVTransformer, points: Sequence[str]) -> list[Patch]:
+def patches_of(model: KVModel, bias: KVBias, points: Sequence[str]) -> list[Patch]:
     """All patches of ``points``: every head, every layer (head -1), everything (layer -1, head -1), in this order."""
-    layers = [model.cfg.of_layer(layer) for layer in range(model.cfg.n_layers)]
-    n_heads = {"query": [of.n_heads for of in layers], "key-value": [of.n_kv_heads for of in layers], None: [0] * len(layers)}
     patches = list[Patch]()
     for name in points:
-        if not _has(model, name):
+        if not _has(model, bias, name):
             linear = model.cfg.attention == "linear"
             raise KVLensError(
-                f"activation_patching: this model has no {name!r}: it has {', '.join(available_points(model))} "
+                f"activation_patching: this model has no {name!r}: it has {', '.join(available_points(model, bias))} "
                 f"({f'normalizer {model.cfg.normalizer!r}' if linear else 'softmax attention'}, kv_shift {model.cfg.kv_shift})"
             )
-        patches += [(name, layer, head) for layer, n in enumerate(n_heads[POINTS[name].heads]) for head in range(n)]
-        patches += [*((name, layer, ALL) for layer in range(len(layers))), (name, ALL, ALL)]
+        n_heads = {layer: n for layer in range(bias.n_layers) if (n := _n_heads(bias, name, layer)) is not None}
+        patches += [(name, layer, head) for layer, n in n_heads.items() for head in range(n)]
+        patches += [*((name, layer, ALL) for layer in n_heads), (name, ALL, ALL)]
     return patches
+
+
+def _n_heads(bias: KVBias, name: str, layer: int) -> int | None:
+    """How many heads of a layer a point patches one by one; None where the layer has nothing there."""
+    n_queries, n_heads, convolves = bias.first_state_head(layer), bias.n_heads_of(layer), layer in layers_with_convolution(bias)
+    if name == "prompt":
+        return 0 if n_heads or convolves else None
+    if POINTS[name].heads == "key-value":
+        return bias.n_kv_heads_of(layer) if n_queries and shifts(bias) else 0 if convolves else None
+    return (n_heads if name in ("bias", "z_bias") else n_queries) or None
 
 
 def has_batch_axis(point: str) -> bool:
@@ -162,11 +188,10 @@ def has_batch_axis(point: str) -> bool:
     inputs={"corrupted": tokens_field("corrupted", prepend_bos=True)},
     options={"points": Option("what is patched; empty: all that the model has", tuple(POINTS), many=True)},
 )
-@on_its_front_ends
 @checked
 @torch.no_grad()
 def activation_patching(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: KVBias | PromptTokens,
     corrupted: KVBias | CorruptedTokens,
     text: TextTokens,
@@ -179,7 +204,7 @@ def activation_patching(
     """Patch every point, layer and head from the clean into the corrupted run.
 
     Args:
-        model: linear or softmax.
+        model: any.
         prompt, corrupted: the clean and the corrupted prompt: strings, tokens [pos], or biases (softmax: both converted by the
             same method). If positions are absolute they must have equal length.
         text: [pos], without BOS, read under both.
@@ -205,7 +230,7 @@ def activation_patching(
     text = one_sequence(model, "text", text)
     _check(clean, corrupted)
     readings = _readings(model, text, answer, rival) if metric is None else [(text, metric)]
-    patches = patches_of(model, _points_of(model, points, clean, corrupted))
+    patches = patches_of(model, corrupted, _points_of(model, points, clean, corrupted))
     donors = _donors(clean, corrupted)
     patching = _Patching(model, donors, patches, HeadExchange(donors["corrupted"], *donors.values()))
     with progress("activation_patching") as tell:
@@ -226,7 +251,7 @@ def activation_patching(
 class _Patching(NamedTuple):
     """What is patched: prompts by the point that they replace, the patches, and the corrupted prompt's parts."""
 
-    model: HookedKVTransformer
+    model: KVModel
     donors: dict[str, KVBias]
     patches: list[Patch]
     exchange: HeadExchange
@@ -236,7 +261,7 @@ class _Patching(NamedTuple):
         clean_metric, of_clean = _clean_run(self.model, self.donors["prompt"], text, metric)
         sources = _identity_coefficients(self.model) | of_clean
         with self.model.kv_bias(self.donors["corrupted"]):
-            corrupted_metric = _values(metric, self.model(text[None], attention_mask=torch.ones_like(text[None])))[0]
+            corrupted_metric = _values(metric, text_logits(self.model, None, text)[None])[0]
         order, values = list[int](), list[float]()
         for batched, size in ((True, None), (False, 1)):
             chosen = [number for number, (point, *_) in enumerate(self.patches) if has_batch_axis(point) is batched]
@@ -261,7 +286,7 @@ def _check(clean: KVBias, corrupted: KVBias) -> None:
 
 
 def _readings(
-    model: HookedKVTransformer, text: Int[Tensor, " pos"], answer: Answer, rival: Rival
+    model: KVModel, text: Int[Tensor, " pos"], answer: Answer, rival: Rival
 ) -> list[tuple[Int[Tensor, " _"], Metric]]:
     """The texts that are read, each with a metric; the metrics add up to log p of the answer, less that of the rival."""
     if answer is None:
@@ -284,16 +309,10 @@ def _log_p(said: Sequence[tuple[float, Tensor]], logits: Float[Tensor, "row pos 
     return torch.stack(each).sum(dim=0)
 
 
-def _known(model: HookedKVTransformer, points: str | Sequence[str] | None) -> Sequence[str]:
-    points = [points] if isinstance(points, str) else available_points(model) if points is None else points
-    return points
-
-
-def _points_of(
-    model: HookedKVTransformer, points: str | Sequence[str] | None, clean: KVBias, corrupted: KVBias
-) -> Sequence[str]:
+def _points_of(model: KVModel, points: str | Sequence[str] | None, clean: KVBias, corrupted: KVBias) -> Sequence[str]:
     """The requested points that these prompts have."""
-    halves, known = ("keys", "values"), _known(model, points)
+    halves, known = ("keys", "values"), [points] if isinstance(points, str) else points
+    known = available_points(model, corrupted) if known is None else known
     if model.cfg.attention == "linear" or _pair_token_by_token(clean, corrupted):
         return known
     if points is not None and set(halves) & set(known):
@@ -328,14 +347,17 @@ def _pair_token_by_token(a: KVBias, b: KVBias) -> bool:
 
 
 def _halves(clean: KVBias, corrupted: KVBias) -> dict[str, KVBias]:
-    """The clean keys with the corrupted values, and the other way round, of two biases :func:`in_one_space`, in this order."""
+    """The clean keys with the corrupted values, and the other way round, of two biases :func:`in_one_space`, in this order.
+
+    Recurrent states, which have no such halves, are the corrupted prompt's.
+    """
     parts = zip(clean.attention, corrupted.attention, strict=True)
     halves = [_halves_of(a.b_kv, a.b_d, b.b_kv, b.b_d) for a, b in parts]
     found = {}
     for name, bias, of_layers in zip(("keys", "values"), (clean, corrupted), zip(*halves, strict=True), strict=True):
-        found[name] = bias.with_attention(
-            [replace(part, b_kv=b_kv) for part, b_kv in zip(bias.attention, of_layers, strict=True)]
-        )
+        parts = [replace(part, b_kv=b_kv) for part, b_kv in zip(bias.attention, of_layers, strict=True)]
+        layers = zip(bias.with_attention(parts).layers, corrupted.layers, strict=True)
+        found[name] = bias.with_layers([layer.with_state_of(own) for layer, own in layers])
     return found
 
 
@@ -362,24 +384,33 @@ def _replaced(
     return exchange.rows(rows), torch.tensor(donor, dtype=torch.long)
 
 
-def _identity_coefficients(model: HookedKVTransformer) -> dict[tuple[str, int], Tensor]:
-    """(hook, layer) -> the coefficients [head, window+1] of no shift, which are patched in."""
-    sources: dict[tuple[str, int], Tensor] = {}
+def _identity_coefficients(model: KVModel) -> dict[tuple[str, int, str, int], Tensor]:
+    """The coefficients [head, window+1] of no shift, which are patched in."""
+    sources: dict[tuple[str, int, str, int], Tensor] = {}
     for x in shifted_projections(model):
         for layer, of in enumerate(map(model.cfg.of_layer, range(model.cfg.n_layers))):
-            n_heads, window = of.n_heads if x == "q" else of.n_kv_heads, model.cfg.kv_shift.window  # type: ignore[union-attr]
-            sources[f"{x}_shift_coef", layer] = torch.eye(1, window + 1).expand(n_heads, -1)
+            n_heads, name = of.n_heads if x == "q" else of.n_kv_heads, f"{x}_shift_coef"
+            identity = torch.eye(1, model.cfg.kv_shift.window + 1).expand(n_heads, -1)
+            sources[name, layer, f"blocks.{layer}.attn.hook_{name}", 0] = identity
     return sources
 
 
 def _clean_run(
-    model: HookedKVTransformer, clean: KVBias, text: Tensor, metric: Metric
-) -> tuple[float, dict[tuple[str, int], Tensor]]:
+    model: KVModel, clean: KVBias, text: Int[Tensor, " pos"], metric: Metric
+) -> tuple[float, dict[tuple[str, int, str, int], Tensor]]:
     """The metric under the clean prompt, and z_bias of every layer."""
-    where = {f"blocks.{layer}.attn.hook_z_bias": ("z_bias", layer) for layer in range(model.cfg.n_layers)}
-    with model.kv_bias(clean):
-        logits, cache = model.run_with_cache(text[None], attention_mask=torch.ones_like(text[None]), names_filter=list(where))
-    return _values(metric, logits)[0], {source: cache[name] for name, source in where.items()}
+    sources, hooks = dict[tuple[str, int, str, int], Tensor](), []
+    for layer in range(model.cfg.n_layers):
+        first = 0
+        for name, n_heads in head_hooks(model, layer, "hook_z_bias").items():
+            hooks.append((name, partial(_keep, sources, ("z_bias", layer, name, first))))
+            first += n_heads
+    with model.kv_bias(clean), model.hooks(fwd_hooks=hooks):
+        return _values(metric, text_logits(model, None, text)[None])[0], sources
+
+
+def _keep(into: dict[Any, Tensor], key: Any, x: Tensor, hook: Any) -> None:
+    into[key] = x.clone()
 
 
 def _values(metric: Metric, logits: Tensor) -> list[float]:
@@ -394,13 +425,13 @@ def _values(metric: Metric, logits: Tensor) -> list[float]:
 def _patch_hooks(patches: Sequence[Patch], sources: Sources, rows: slice) -> list[tuple[str, Callable[..., Tensor]]]:
     """TransformerLens hooks that put the activations of ``patches[rows][i]`` into row i of the input."""
     hooks, patches = [], patches[rows]
-    for (point, layer), tensor in sources.items():
+    for (point, layer, hook_point, first), tensor in sources.items():
         axis = 2 if has_batch_axis(point) else 0
         here = torch.tensor([name == point and where in (layer, ALL) for name, where, _ in patches])
         named = torch.tensor([head for *_, head in patches])[:, None]
-        mask = here[:, None] & ((named == ALL) | (named == torch.arange(tensor.shape[axis])))
+        mask = here[:, None] & ((named == ALL) | (named == first + torch.arange(tensor.shape[axis])))
         if bool(mask.any()):
-            hooks.append((f"blocks.{layer}.attn.hook_{point}", _setter(mask, tensor, axis)))
+            hooks.append((hook_point, _setter(mask, tensor, axis)))
     return hooks
 
 

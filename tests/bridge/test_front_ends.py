@@ -29,6 +29,7 @@ NULL = Null(19, prompts=[some_tokens(8, seed=seed) for seed in range(5)])
 FEW, ABLATIONS = dict(n_sequences=1, n_repeated=8), dict(n_sequences=2, n_repeated=9, ablations=True)
 CASES = [(PROMPT, TEXT, PROMPT[4:6], [(3, 7)]), (PROMPT.flip(0), None, PROMPT[2:3], [(5, 8)])]
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "activation_patching": (PROMPT, PROMPT.flip(0), TEXT),
     "baseline_ablation": (PROMPT, TEXT, [[(1, 0)]]),
     "bias_ablation": (PROMPT, TEXT, [[(1, 0)]]),
     "bias_singular_values": (PROMPT,),
@@ -43,6 +44,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 """What an analysis is given after the model, where not prompt and text."""
 OPTIONS: dict[str, list[dict[str, Any]]] = {
+    "activation_patching": [{}, dict(answer=PROMPT[4:6], rival=3), dict(points=["keys", "z_bias"], answer=7)],
     "attribution_by_edge": [
         ONE,
         dict(by=UNITS[:2], answer=5, n_confirmed=9, through_mlps=False, rival=7, replace_by=OTHER),
@@ -80,6 +82,7 @@ SAME = {
 }
 """The columns or tensors that are compared, where not all but words."""
 LARGE = {
+    "activation_patching": "recovered",
     "attribution_by_edge": "effect",
     "induction_heads": "loss_change",
     "induction_verdicts": "logit_attribution",
@@ -182,6 +185,26 @@ def test_circuits_are_the_same_on_both_front_ends(family, both_of):
     assert relative_error(ours.estimates, theirs.estimates) < LAW and ours.estimates.abs().max() > 0.1
     assert relative_error(ours.by_position, theirs.by_position) < LAW
     assert relative_error(ran, other) < LAW and (ran[0] - ran[1]).abs().min() > 0.01
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "falcon_h1_direct"])
+def test_patching_a_head_is_the_prompt_with_that_head_of_the_other(family, bridge_of):
+    """Of attention and of a recurrent state; and all of the prompt is the clean run."""
+    model, other = bridge_of(family), PROMPT.flip(0)
+    clean, corrupted = convert_prompt(model, PROMPT), convert_prompt(model, other)
+    table = analyses.activation_patching(model, PROMPT, other, TEXT, answer=7, points=["bias", "prompt"])
+
+    def log_p(bias):
+        with model.kv_bias(bias):
+            return model.logits_on(TEXT[None], 1)[0, -1].log_softmax(dim=-1)[7]
+
+    whole, single = table[(table["point"] == "prompt") & (table["layer"] == -1)], table[table["head"] >= 0]
+    assert relative_error(torch.tensor(whole["recovered"].item()), torch.ones(())) < LAW
+    heads = list(zip(single["layer"], single["head"], strict=True))
+    assert heads == [(layer, head) for layer, n in enumerate(heads_per_layer(model)) for head in range(n)]
+    by_hand = torch.stack([log_p(corrupted.exchange_heads(clean, [head])) for head in heads])
+    assert relative_error(torch.tensor(single["metric"].to_numpy()), by_hand) < LAW
+    assert single["recovered"].abs().max() > 0.01
 
 
 @pytest.mark.parametrize("family", ["gptj", "gemma2"])
