@@ -231,7 +231,8 @@ def _instead(new: Tensor, old: Tensor, hook: Any) -> Tensor:
 @analysis(
     COLUMNS,
     "between heads: which earlier heads' outputs change the queries, keys and values of later ones, path-patched",
-    cost="the prompt and the text, once whole and once without each unit; another pass of the text for each confirmed edge",
+    cost="the prompt and the text, once whole and once without each unit; from its layer on, for each unit, six times for each "
+    "head but the last layer's and twice for each confirmed edge",
     inputs={"prompt": PROMPT_OR_CHAT},
     options={
         "by": BY,

@@ -148,8 +148,8 @@ POSITIONS = Columns(
 @analysis(
     POSITIONS,
     "where in the prompt a sentence's content is read: single positions' keys and values swapped",
-    cost="for each unit, the prompt without it, and the text twice for every position of the prompt; as often again for "
-    "every layer with each_layer",
+    cost="the prompt once, and without each unit; for each unit the text twice for every position of the prompt, and four "
+    "times more; as often again for every layer with each_layer",
     inputs={"prompt": PROMPT_OR_CHAT},
     options={
         "by": BY,

@@ -544,8 +544,8 @@ def faithfulness(
 @analysis(
     EDGES,
     "which heads and MLPs read which others where two prompts differ: all edges, by attribution",
-    cost="both prompts once, and the clean one with gradients once for each step (5; one for eap); once more for each "
-    "edge that is confirmed",
+    cost="both prompts once, and the clean one with gradients once for each step (5; one for eap); to confirm edges, both "
+    "again and once for each; the first pair three times more, as a check",
     of=circuit,
     inputs={
         "corrupted": tokens_field("corrupted", prepend_bos=True, required=False),

@@ -65,7 +65,7 @@ TEXT_IF_ANY = tokens_field("text", prepend_bos=False, required=False)
 @analysis(
     WHY,
     "why a head attends from one token to another: the score by who wrote what query and key are made of",
-    cost="the prompt and the text once, and once for each of the n_run writers that are taken out",
+    cost="the prompt and the text once; the layer's queries and keys once for each of the n_run writers that are taken out",
     inputs={"text": TEXT_IF_ANY},
     options={**OPTIONS, "key": Option("the token that is attended to, likewise; by default the one with the most attention")},
 )

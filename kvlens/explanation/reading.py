@@ -309,7 +309,7 @@ def _falls_of_heads(model: KVModel, case: ReadCase, gone: Bool[Tensor, " pos"], 
     OF_HEADS,
     "reading heads: how far the answer falls when one head alone reads the document without what the answer rests on",
     of=reading_heads,
-    cost="the document three times; the question and the answer twice for each head, from its layer on",
+    cost="the document four times; the question and the answer six times, and twice for each head, from its layer on",
     inputs=OF_RECORD,
 )
 def _of_record(model: KVModel, prompt: Any, text: Tensor | None = None, *, answer: Any, without: Any = None) -> pd.DataFrame:

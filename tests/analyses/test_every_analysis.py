@@ -436,37 +436,58 @@ def test_it_tells_how_far_it_is(facts, name, monkeypatch):
     assert len(told) > 1 and told == sorted(told) and 0.9 < told[-1] <= 1.0 and told[0] < 0.9
 
 
-COSTS = {  # tokens that are embedded: of a prompt of p, a text of t, two units and 8 heads in two layers, which shift keys
-    "activation_patching": lambda p, t: 2 * p + 4 * t,
-    "attribution_by_edge": lambda p, t: (p + t) * (1 + 2),
-    "attribution_by_head": lambda p, t: p * (2 + 2) + t * (1 + 2) * (2 + 2 * (8 + 8)),
-    "bias_by_head": lambda p, t: 2 * p + 3 * t,
-    "bias_decomposition": lambda p, t: p + t,
-    "bias_effects": lambda p, t: p + 2 * t,
-    "bias_positions": lambda p, t: p + t,
-    "bias_singular_values": lambda p, t: p,
-    "conversion_error": lambda p, t: 4 * (p + t),
-    "prompt_attribution": lambda p, t: (3 + 2) * p + (3 + 2 * 2) * t,
-    "prompt_by_depth": lambda p, t: 2 * (p + t),
-    "prompt_effect": lambda p, t: 3 * (p + t),
-}
+P, T = map(len, GIVEN)
+FLIPPED, CASE = GIVEN[0].flip(0), (*GIVEN, torch.tensor([3, 8]), [(0, 5)])
+PAIRS = torch.stack([GIVEN[0]] * 3), torch.stack([FLIPPED] * 3), ([3] * 3, [11] * 3)
+UNITS = TWO_UNITS | dict(answer=3)
+REPEATED = dict(n_sequences=2, n_repeated=10)
+COSTS = [  # arguments behind the model, and how many tokens are embedded; two units, 2 layers of 4 heads; shifted keys
+    ("activation_patching", (GIVEN[0], FLIPPED, GIVEN[1]), dict(answer=3, points=["bias"]), 2 * P + 4 * T),
+    ("attribution_by_edge", GIVEN, UNITS, (P + T) * (1 + 2)),
+    ("attribution_by_head", GIVEN, UNITS, P * (2 + 2) + T * (1 + 2) * (2 + 2 * (8 + 8))),
+    ("attribution_by_position", GIVEN, UNITS, P + 2 * (P + 2 * (P + 2) * T)),
+    ("attribution_by_position", GIVEN, UNITS | dict(each_layer=True), P + 2 * (P + (1 + 2) * 2 * (P + 2) * T)),
+    ("bias_by_head", GIVEN, {}, 2 * P + 3 * T),
+    ("bias_decomposition", GIVEN, {}, P + T),
+    ("bias_effects", GIVEN, {}, P + 2 * T),
+    ("bias_interactions", (GIVEN[0], FLIPPED), {}, (2 + 2 + 1) * P),
+    ("bias_positions", GIVEN, {}, P + T),
+    ("bias_singular_values", GIVEN[:1], {}, P),
+    ("circuit", PAIRS, {}, 3 * P * (2 + 5) + 3 * P),
+    ("circuit", PAIRS, dict(method="eap"), 3 * P * (2 + 1) + 3 * P),
+    ("circuit", PAIRS, dict(steps=7, confirm=4), 3 * P * (2 + 7 + 2 + 4) + 3 * P),
+    ("composition", (), {}, 0),
+    ("conversion_error", GIVEN, {}, 4 * (P + T)),
+    ("dual_bound", GIVEN[:1], dict(layer=1, head=2, n_steps=5), 5 * P),
+    ("dual_demonstrations", GIVEN[:1], {}, P),
+    ("dual_losses", GIVEN[:1], {}, P),
+    ("induction_heads", (), REPEATED, 2 * 2 * (2 * 10 + 1)),
+    ("induction_verdicts", (), REPEATED, 2 * 2 * (2 * 10 + 1)),
+    ("layer_contributions", GIVEN, {}, P + T),
+    ("prompt_attribution", GIVEN, UNITS, (3 + 2) * P + (3 + 2 * 2) * T),
+    ("prompt_by_depth", GIVEN, {}, 2 * (P + T)),
+    ("prompt_copies", GIVEN, {}, P + T + 1),  # one more whose shift is read
+    ("prompt_effect", GIVEN, {}, 3 * (P + T)),
+    ("retrieval_heads", ([CASE],), {}, P + T + 1),  # without the answer's last token
+    ("state_erasure", (GIVEN[0], FLIPPED), {}, 2 * P),
+    ("state_half_lives", GIVEN[:1], {}, P),
+    ("state_memory", GIVEN[:1], {}, P),
+    ("what_is_copied", (*GIVEN, 0, 1), dict(answer=3, n_run=2), (2 + 2) * (P + T)),
+    ("why_attends", (*GIVEN, 1, 1), dict(n_run=2), P + T),
+]
 
 
-@pytest.mark.parametrize("name", COSTS)
-def test_it_costs_what_it_says(facts, name):
+@pytest.mark.parametrize(("name", "given", "options", "tokens"), COSTS, ids=[name for name, *_ in COSTS])
+def test_it_costs_what_it_says(facts, name, given, options, tokens):
     """The numbers behind the words of each declaration."""
     read: list[int] = []
-    (p, t), (prompt, text) = map(len, GIVEN), GIVEN
-    others = {"activation_patching": (prompt.flip(0), text), "bias_singular_values": ()}.get(name, (text,))
-    options = {"activation_patching": dict(answer=3, points=["bias"])}.get(
-        name, TWO_UNITS | dict(answer=3) if "attribution" in name else {}
-    )
-    hook = facts.embed.register_forward_hook(lambda module, given, output: read.append(given[0].numel()))
+    model = kvlens.load("facts-hybrid") if name.startswith("state_") else facts
+    hook = model.embed.register_forward_hook(lambda module, given, output: read.append(given[0].numel()))
     try:
-        getattr(analyses, name)(facts, prompt, *others, **options)
+        getattr(analyses, name)(model, *given, **options)
     finally:
         hook.remove()
-    assert sum(read) == COSTS[name](p, t)
+    assert sum(read) == tokens
 
 
 @pytest.mark.parametrize("name", ANALYSES)
