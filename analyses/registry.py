@@ -82,7 +82,6 @@ _DUAL = "the dual model is derived for the parameters and feature maps of a Hook
 _PROBES = "prompts with keys of their own are compared by a text's queries, as HookedKVTransformer's hook points show them"
 
 NOT_ON: Mapping[str, Mapping[str, str]] = {
-    "attribution_by_edge": {RECURRENT: _PROJECTIONS},
     "bias_interactions": _not_on_the_bridge(_PROBES),
     "circuit": {RECURRENT: _PROJECTIONS},
     "composition": {RECURRENT: _WEIGHTS},

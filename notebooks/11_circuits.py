@@ -66,12 +66,12 @@ def pairs(template, second, third):
         subject, other = (a, b) if i % 2 else (b, a)
         found.append((template.format(a, b, subject), template.format(a, b, c), " " + other, " " + subject))
     clean, corrupted, answers, rivals = map(list, zip(*found))
-    return clean, corrupted, (answers, rivals)
+    return dict(prompt=clean, corrupted=corrupted, answer=answers, rival=rivals)
 
 
 chosen_on = pairs("When {} and {} went to the store, {} gave a drink to", 5, 2)
 measured_on = pairs("After {} and {} finished their work at the office, {} gave a ring to", 3, 6)
-pd.DataFrame({"clean": chosen_on[0], "corrupted": chosen_on[1], "IO": chosen_on[2][0], "S": chosen_on[2][1]}).head(3)
+pd.DataFrame(chosen_on).set_axis(["clean", "corrupted", "IO", "S"], axis=1).head(3)
 
 # %% [markdown]
 # ## Which parts carry the difference?
@@ -81,7 +81,7 @@ pd.DataFrame({"clean": chosen_on[0], "corrupted": chosen_on[1], "IO": chosen_on[
 # at once, from a few passes. `confirm=5` runs the five largest, each cut alone: `metric_fall`.
 
 # %%
-found = circuit(model, *chosen_on, confirm=5)
+found = circuit(model, **chosen_on, confirm=5)
 print(f"{found.n_units('edges'):,} edges")
 found.edges.head(10)[["writer", "reader", "input", "estimate", "metric_fall"]].round(2)
 
@@ -103,7 +103,7 @@ heads.round(2)
 # %%
 n_edges = [20, 50, 100, 200]
 own = found.at_sizes(n_edges).table
-others = faithfulness(found, [(n + 0.5) / found.n_units("edges") for n in n_edges], pairs=measured_on)
+others = faithfulness(found, [(n + 0.5) / found.n_units("edges") for n in n_edges], order="signed", pairs=measured_on)
 sizes = pd.DataFrame({"edges": n_edges, "f, the same pairs": own["faithfulness"], "f, other pairs": others.table["faithfulness"]}).set_index("edges")
 assert sizes.loc[20].max() < 0.5 < sizes.loc[50].min() and (sizes.loc[200] - 1).abs().max() < 0.2
 sizes.round(2)
@@ -131,13 +131,13 @@ circuit_view(found, n_edges, title="Indirect objects")
 
 # %%
 layer, head = int(best["layer"]), int(best["head"])
-why = why_attends(model, chosen_on[0][0], None, layer, head)
-print(chosen_on[0][0], "->", why["key_token"][0], "at", why["key_position"][0], f"with {why['attention'][0]:.2f} of the attention")
+why = why_attends(model, chosen_on["prompt"][0], None, layer, head)
+print(chosen_on["prompt"][0], "->", why["key_token"][0], "at", why["key_position"][0], f"with {why['attention'][0]:.2f} of the attention")
 why[why["side"] != "pair"].groupby("side").head(5)[["side", "key_writer", "query_writer", "contrast", "contrast_run", "attention_run"]].round(2)
 
 # %%
 rows = []
-for prompt, other, subject in zip(chosen_on[0], *chosen_on[2]):
+for prompt, _, other, subject in zip(*chosen_on.values()):
     why = why_attends(model, prompt, None, layer, head, n_run=0)
     copied = what_is_copied(model, prompt, None, layer, head, answer=subject, n_run=0)
     there = copied[(copied["side"] == "position") & (copied["key_position"] == why["key_position"][0])].iloc[0]

@@ -30,7 +30,6 @@ from kvlens.units import Unit
 PROGRAMS = {  # what is asked for, and how often each of these words is printed
     "bench_bridge": ("--small --families gpt2 qwen3_5", {"nothing attached: ": 2}),
     "bench_bridge_exactness": ("--families gpt2 --seeds 2", {"NO": 0}),
-    "bench_edges": ("--models facts-hops-gpt2 --stories 1", {"facts-hops-gpt2 1 stories": 1}),
     "bench_exact_conversion": ("--models gpt2 --prompts 2 --scaled Q", {"gpt2, ": 1, "NO": 0}),
     "bench_fit_error": ("--small", {"off by, median": 2}),
     "bench_induction_heads": ("--small", {"of 1,000 heads of untrained models named": 2, "without a name": 1}),
@@ -226,9 +225,9 @@ def additions(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("by", "order"), [("edges", "signed"), ("nodes", "absolute")])
 def test_areas_are_those_of_faithfulness_and_of_the_pairs_that_are_drawn(additions, by, order):
     ends = additions.ends()
-    additions.curve("eap", by, order == "absolute")
+    additions.curve("eap", by, order)
     measured, additions.measure = additions.measure, []
-    additions.curve("eap", by, order == "absolute")  # is there: nothing is run
+    additions.curve("eap", by, order)  # is there: nothing is run
     (path,) = additions.cache.glob(f"eap-{by}-{order}.json")
     values = json.loads(path.read_text())
     _, cpr, cmd = bench_circuits.drawn_areas(values, ends)
@@ -237,15 +236,16 @@ def test_areas_are_those_of_faithfulness_and_of_the_pairs_that_are_drawn(additio
         answers, rivals = (
             [bench_circuits.token(model.tokenizer, of[0]) for of in each] for each in zip(*[p[2:] for p in pairs], strict=True)
         )
-        own.append(([pair.clean for pair in pairs], [pair.corrupted for pair in pairs], (answers, rivals)))
-    expected = faithfulness(circuit(model, *own[0], method="eap"), by=by, absolute=order == "absolute", pairs=own[1])
-    assert (float(cpr[0]), float(cmd[0])) == pytest.approx((expected.cpr, expected.cmd), rel=1e-9)
-    assert cmd[1:].std() > 0 and f"{expected.cpr:.3f}" in "".join(bench_circuits.rows_of(additions.cache))
+        prompts = ([getattr(pair, name) for pair in pairs] for name in ("clean", "corrupted"))
+        own.append(dict(zip(("prompt", "corrupted", "answer", "rival"), (*prompts, answers, rivals), strict=True)))
+    expected = faithfulness(circuit(model, **own[0], method="eap"), by=by, order=order, pairs=own[1])
+    ours, theirs = (cpr, expected.cpr) if order == "signed" else (cmd, expected.cmd)
+    assert float(ours[0]) == pytest.approx(theirs, rel=1e-9) and ours[1:].std() > 0
+    assert f"{theirs:.3f}" in "".join(bench_circuits.rows_of(additions.cache))
 
 
 def test_scores_by_query_head_add_up_to_those_of_key_value_heads(additions):
     ours = bench_circuits.estimated(additions.model, additions.choose, "eap_ig")
-    with bench_circuits.by_query_head(additions.model, True):
-        theirs = bench_circuits.estimated(additions.model, additions.choose, "eap_ig")
+    theirs = bench_circuits.estimated(additions.model, additions.choose, "eap_ig", by_query_head=True)
     assert theirs.estimates.shape[1] > ours.estimates.shape[1]
     assert relative_error(bench_circuits.grouped(theirs.estimates, ours.graph), ours.estimates) < LAW

@@ -47,8 +47,17 @@ def replaced():
 
 MISTAKES = {
     "corrupted prompts of another length": (
-        lambda: analyses.circuit(softmax(), PROMPT, "The widget", (3, 5)),
-        "corrupted: prompt 0 has 5 tokens, and its clean one 18; replace words by others of as many tokens",
+        lambda: analyses.circuit(softmax(), PROMPT, "The widget"),
+        "corrupted: prompt 0 has 5 tokens, and its clean one 18; replace words by others of as many tokens (what "
+        "both go on with is text=)",
+    ),
+    "a head that does not exist": (
+        lambda: analyses.why_attends(softmax(), PROMPT, TEXT, 1, 7),
+        "layer 1, head 7: this model has no such head; layer 1 has 3 heads, counted from 0",
+    ),
+    "answers as a metric": (
+        lambda: analyses.circuit(softmax(), PROMPT, PROMPT, (3, 5)),
+        "metric: expected a function of logits, or words as answer= and rival=, got (3, 5)",
     ),
     "a metric that is one number for all": (
         lambda: analyses.circuit(softmax(), PROMPT, PROMPT, lambda logits: logits.mean()),

@@ -26,6 +26,10 @@ class ReaderInput(NamedTuple):
 class Graph:
     """Who writes and who reads, each in the order of the pass.
 
+    Args:
+        model: whose heads and MLPs they are.
+        by_query_head: whether every query head reads keys and values of its own, where the model has groups.
+
     Attributes:
         writers: (layer, head) of each; no head: the layer's MLP, or the embedding.
         readers: every input.
@@ -35,7 +39,8 @@ class Graph:
         wrote: (layer, ``z`` or ``mlp``) -> which writers they are; the embedding is the MLP of layer -1.
     """
 
-    def __init__(self, model: KVModel):
+    def __init__(self, model: KVModel, by_query_head: bool = False):
+        self.by_query_head = by_query_head
         self.writers = [(EMBEDDING, NO_HEAD)]
         self.readers: list[ReaderInput] = []
         self.n_before: list[int] = []
@@ -43,7 +48,8 @@ class Graph:
         self.wrote: dict[tuple[int, str], slice] = {(EMBEDDING, "mlp"): slice(0, 1)}
         for number, layer in enumerate(model.layers()):
             part, before = layer.parts[0], len(self.writers)
-            for x, n_read in (("q", part.n_heads), ("k", part.n_kv_heads), ("v", part.n_kv_heads)):
+            n_shared = part.n_heads if by_query_head else part.n_kv_heads
+            for x, n_read in (("q", part.n_heads), ("k", n_shared), ("v", n_shared)):
                 self._add(number, x, range(n_read), before)
             self.writers += [(number, head) for head in range(part.n_heads)]
             self.wrote[number, "z"] = slice(before, len(self.writers))

@@ -7,8 +7,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens import KVLensError, KVModel
-from kvlens.chat import prompt_layout
+from kvlens import Chat, KVLensError, KVModel
+from kvlens.chat import as_prompt, one_sequence, prompt_layout
 from kvlens.errors import brief
 from kvlens.memory import NUMBERS_PER_PASS
 from kvlens.units import By, cut, positions_of
@@ -18,14 +18,15 @@ from ..sequences import prompt_sequence
 from .graph import Graph
 
 CircuitMetric = Callable[[Float[Tensor, "pair pos d_vocab"]], Float[Tensor, " pair"]]
-AnswerAndRival = tuple[Any, Any]
-"""Answers and rivals, each a token (text or id) for all pairs or a sequence with one for each."""
 
 
 class Pairs(NamedTuple):
-    """Pairs of prompts of one length, and what is measured on their logits at the last ``n_last`` positions (None: all).
+    """Pairs of prompts of one length, each with its text and all but the last token of its answer behind it, and what is
+    measured on their logits at the last ``n_last`` positions (None: all).
 
-    With tokens that are ``hidden`` in them, corrupted prompts are the clean ones without these.
+    With tokens that are ``hidden`` in them, corrupted prompts are the clean ones without these. ``n_prompt`` is the number of
+    tokens of the prompts alone; None without texts. ``rivals`` are the same pairs with other answers, whose metric is taken
+    away.
     """
 
     clean: Int[Tensor, "pair pos"]
@@ -33,12 +34,24 @@ class Pairs(NamedTuple):
     metric: CircuitMetric
     n_last: int | None
     hidden: Bool[Tensor, "pair pos"] | None = None
+    n_prompt: int | None = None
+    rivals: "Pairs | None" = None
 
     @property
     def first(self) -> int:
         """The first position at which clean and corrupted prompts differ: before it, every node writes the same."""
         differs = self.clean != self.corrupted if self.hidden is None else self.hidden
         return int(differs.any(dim=0).int().argmax())
+
+    @property
+    def n_asked(self) -> int:
+        """The number of tokens in front of the answers."""
+        return self.clean.shape[1] - self.n_answer
+
+    @property
+    def n_answer(self) -> int:
+        """The number of tokens of answers that are read: all but the last."""
+        return (self.n_last or 1) - 1
 
     def value(self, logits: Float[Tensor, "pair n_last d_vocab"]) -> Float[Tensor, " pair"]:
         """The metric; raise KVLensError unless it is one finite number for each pair."""
@@ -50,8 +63,28 @@ class Pairs(NamedTuple):
         return value
 
 
+class _Case(NamedTuple):
+    """One pair: prompts with their texts, and the tokens of an answer and of its rival."""
+
+    clean: Int[Tensor, " pos"]
+    corrupted: Int[Tensor, " pos"]
+    hidden: Bool[Tensor, " pos"] | None
+    n_prompt: int | None
+    answer: Int[Tensor, " answer_pos"] | None
+    rival: Int[Tensor, " rival_pos"] | None
+
+
 def read_pairs(
-    model: KVModel, graph: Graph, prompt: Any, corrupted: Any, metric: Any, without: By | Sequence[By] | None = None
+    model: KVModel,
+    graph: Graph,
+    prompt: Any,
+    corrupted: Any = None,
+    metric: CircuitMetric | None = None,
+    *,
+    text: Any = None,
+    answer: Any = None,
+    rival: Any = None,
+    without: By | Sequence[By] | None = None,
 ) -> list[Pairs]:
     """Pairs of prompts in batches of one length, as many at once as fit.
 
@@ -61,28 +94,47 @@ def read_pairs(
     if (corrupted is None) == (without is None):
         given = "neither" if without is None else "both"
         raise KVLensError(f"corrupted, without: expected corrupted prompts, or what the clean ones are without, got {given}")
-    clean = _prompts(model, "prompt", prompt)
-    others = clean if corrupted is None else _prompts(model, "corrupted", corrupted)
+    if metric is not None and not (callable(metric) and answer is None and rival is None):
+        got = "both" if callable(metric) else brief(metric)
+        raise KVLensError(f"metric: expected a function of logits, or words as answer= and rival=, got {got}")
+    cases, many = _cases(model, prompt, corrupted, text, without)
+    if metric is not None:
+        if len({(len(case.clean), case.n_prompt) for case in cases}) > 1:
+            lengths = sorted({len(case.clean) for case in cases})
+            raise KVLensError(f"metric: a function takes prompts of one length, got {lengths}; pass answer= and rival=")
+        return [_pairs(cases, metric, None)]
+    answers, rivals = (_for_each(*of, len(cases), many) for of in (("answer", answer), ("rival", rival)))
+    asked = [_asked(model, *each) for each in zip(cases, answers, rivals, strict=True)]
+    numbers = (2 * len(graph.writers) + 2 * len(graph.readers)) * model.cfg.d_model
+    return _batches(asked, 2 * NUMBERS_PER_PASS // numbers)
+
+
+def _cases(model: KVModel, prompt: Any, corrupted: Any, text: Any, without: Any) -> tuple[list[_Case], bool]:
+    """All pairs, and whether several were given, if only by their form."""
+    listed, many = _listed(prompt)
+    clean = _prompts(model, "prompt", listed)
+    others = clean if corrupted is None else _prompts(model, "corrupted", _listed(corrupted)[0])
     _check_lengths(clean, others)
-    hidden = None if without is None else [_hidden(model, tokens, by) for tokens, by in _each(clean, without)]
-    lengths = [len(tokens) for tokens in clean]
-    if callable(metric):
-        if len(set(lengths)) > 1:
-            raise KVLensError(
-                f"metric: a function takes prompts of one length, got {sorted(set(lengths))}; pass (answers, rivals)"
-            )
-        return [Pairs(torch.stack(clean), torch.stack(others), metric, None, None if hidden is None else torch.stack(hidden))]
-    answers, rivals = _answers(model, metric, len(lengths))
-    found = []
-    for length in sorted(set(lengths)):
-        numbers = (2 * len(graph.writers) + 2 * len(graph.readers)) * length * model.cfg.d_model
-        same = torch.tensor([i for i, n in enumerate(lengths) if n == length])
-        for rows in same.split(max(1, 2 * NUMBERS_PER_PASS // numbers)):
-            measure = logit_difference(answers[rows], rivals[rows])
-            both = [torch.stack([of[i] for i in rows.tolist()]) for of in (clean, others)]
-            gone = None if hidden is None else torch.stack([hidden[i] for i in rows.tolist()])
-            found.append(Pairs(both[0], both[1], measure, 1, gone))
-    return found
+    hidden = [None] * len(clean) if without is None else [_hidden(model, *each) for each in _each(listed, clean, without)]
+    one_for_all = not many or (isinstance(text, Tensor) and text.dim() == 1)
+    each_text = _for_each("text", text, len(clean), not one_for_all)
+    texts = [None if one is None else one_sequence(model, "text", one) for one in each_text]
+    return [_case(*each) for each in zip(clean, others, hidden, texts, strict=True)], many
+
+
+def _listed(given: Any) -> tuple[list[Any], bool]:
+    """The prompts of an argument, and whether it is several, if only by its form."""
+    if isinstance(given, Tensor):
+        return (list(given), True) if given.dim() == 2 else ([given], False)
+    given = as_prompt(given)
+    many = isinstance(given, Sequence) and not isinstance(given, str) and not (given and isinstance(given[0], int))
+    return (list(given), True) if many else ([given], False)
+
+
+def _prompts(model: KVModel, name: str, listed: Sequence[Any]) -> list[Int[Tensor, " pos"]]:
+    if not listed:
+        raise KVLensError(f"{name}: expected at least one prompt, got none")
+    return [prompt_sequence(model, name, prompt) for prompt in listed]
 
 
 def _check_lengths(clean: Sequence[Tensor], others: Sequence[Tensor]) -> None:
@@ -92,52 +144,99 @@ def _check_lengths(clean: Sequence[Tensor], others: Sequence[Tensor]) -> None:
         if len(tokens) != len(other):
             raise KVLensError(
                 f"corrupted: prompt {number} has {len(other)} tokens, and its clean one {len(tokens)}; replace words by others "
-                "of as many tokens"
+                "of as many tokens (what both go on with is text=)"
             )
 
 
-def _each(clean: Sequence[Tensor], without: Any) -> list[tuple[Tensor, By]]:
-    """Every prompt, and what it is without: the same for all, or one list for each."""
-    if not all(isinstance(one, list) for one in without):
-        return [(tokens, without) for tokens in clean]
-    if len(without) != len(clean):
+def _each(listed: Sequence[Any], clean: Sequence[Tensor], without: Any) -> list[tuple[Any, Tensor, By]]:
+    """Every prompt as it was given and as tokens, and what it is without: the same for all, or one list for each."""
+    own = all(isinstance(one, list) for one in without)
+    if own and len(without) != len(clean):
         raise KVLensError(f"without: expected one list for all prompts, or one for each of {len(clean)}, got {len(without)}")
-    return list(zip(clean, without, strict=True))
+    return list(zip(listed, clean, without if own else [without] * len(clean), strict=True))
 
 
-def _hidden(model: KVModel, tokens: Int[Tensor, " pos"], by: By) -> Bool[Tensor, " pos"]:
-    hidden = positions_of(cut(model, prompt_layout(model, tokens), by), len(tokens)).any(dim=0)
-    if bool(hidden[-1]):
+def _hidden(model: KVModel, prompt: Any, tokens: Int[Tensor, " pos"], by: By) -> Bool[Tensor, " pos"]:
+    layout = prompt_layout(model, prompt if isinstance(as_prompt(prompt), Chat) else tokens)
+    return positions_of(cut(model, layout, by), len(tokens)).any(dim=0).to(tokens.device)
+
+
+def _case(
+    clean: Int[Tensor, " pos"],
+    corrupted: Int[Tensor, " pos"],
+    hidden: Bool[Tensor, " pos"] | None,
+    text: Int[Tensor, " text_pos"] | None,
+) -> _Case:
+    """A pair with the text behind both prompts."""
+    n = len(clean)
+    if text is not None:
+        clean, corrupted = (torch.cat([of, text]) for of in (clean, corrupted))
+        hidden = None if hidden is None else torch.nn.functional.pad(hidden, (0, len(text)))
+    if hidden is not None and bool(hidden[-1]):
         raise KVLensError("without: the last token reads the others, and what is measured stands behind it; leave it there")
-    return hidden
+    return _Case(clean, corrupted, hidden, None if text is None else n, None, None)
 
 
-def _prompts(model: KVModel, name: str, given: Any) -> list[Int[Tensor, " pos"]]:
-    if isinstance(given, Tensor) and given.dim() == 2:
-        given = list(given)
-    many = isinstance(given, Sequence) and not isinstance(given, str) and not (given and isinstance(given[0], dict | int))
-    found = [prompt_sequence(model, name, prompt) for prompt in (given if many else [given])]
-    if not found:
-        raise KVLensError(f"{name}: expected at least one prompt, got {brief(given)}")
-    return found
+def _for_each(name: str, given: Any, n: int, many: bool) -> list[Any]:
+    """One value for all pairs, which of several prompts is a word, a token or None, or one for each."""
+    one_word = given is None or isinstance(given, str | int) or (isinstance(given, Tensor) and given.dim() == 0)
+    if one_word or not many:
+        return [given] * n
+    if len(given) != n:
+        raise KVLensError(f"{name}: expected one for all pairs, or one for each of {n}, got {len(given)}")
+    return list(given)
 
 
-def _answers(model: KVModel, metric: Any, n: int) -> list[Int[Tensor, " pair"]]:
-    """A token for each pair: of the answers, and of the rivals."""
-    if not isinstance(metric, Sequence) or isinstance(metric, str) or len(metric) != 2:
-        raise KVLensError(f"metric: expected a function of logits, or (answers, rivals), got {brief(metric)}")
+@torch.no_grad()
+def _asked(model: KVModel, case: _Case, answer: Any, rival: Any) -> _Case:
+    """The same with the tokens of answer and rival; without an answer with the most probable next one."""
+    if answer is None:
+        answer = model.logits_on(case.clean[None], 1)[0, -1].argmax()
+    words = {"answer": answer, "rival": rival}
+    found = [
+        None if x is None else answer_tokens(model, name, x[None] if isinstance(x, Tensor) and not x.dim() else x)
+        for name, x in words.items()
+    ]
+    if found[1] is not None and torch.equal(*found):
+        raise KVLensError("rival: it is the answer itself; name another one, or none")
+    return case._replace(answer=found[0], rival=found[1])
+
+
+def _batches(cases: Sequence[_Case], n_tokens: int) -> list[Pairs]:
+    """Cases that are alike in their numbers of tokens, of at most so many tokens at once."""
+    groups: dict[tuple[int, ...], list[_Case]] = {}
+    for case in cases:
+        of_answers = (0 if x is None else len(x) for x in (case.answer, case.rival))
+        groups.setdefault((len(case.clean), *of_answers, case.n_prompt or 0), []).append(case)
     found = []
-    for name, given in zip(("answer", "rival"), metric, strict=True):
-        for_all = isinstance(given, str | int) or (isinstance(given, Tensor) and given.dim() == 0)
-        listed = [given] * n if for_all else list(given)
-        each = [answer_tokens(model, name, one.reshape(-1) if isinstance(one, Tensor) else one) for one in listed]
-        if len(each) != n or any(len(tokens) != 1 for tokens in each):
-            raise KVLensError(
-                f"metric: expected one {name} of a single token for each of {n} pairs, got {len(each)} of "
-                f"{sorted({len(tokens) for tokens in each})} tokens"
-            )
-        found.append(torch.cat(each))
+    for (n, n_answer, n_rival, _), alike in sorted(groups.items()):
+        at_once = max(1, n_tokens // (n + max(n_answer, n_rival) - 1))
+        found += [_of_answers(alike[i : i + at_once]) for i in range(0, len(alike), at_once)]
     return found
+
+
+def _of_answers(cases: Sequence[_Case]) -> Pairs:
+    """log p(answer), less log p(rival); of single tokens that is the difference of their logits."""
+    answers = torch.stack([case.answer for case in cases if case.answer is not None])
+    listed = [case.rival for case in cases if case.rival is not None]
+    if not listed:
+        return _pairs(cases, log_probability(answers), answers)
+    rivals = torch.stack(listed)
+    if answers.shape[1] == rivals.shape[1] == 1:
+        return _pairs(cases, logit_difference(answers[:, 0], rivals[:, 0]), answers)
+    less = _pairs(cases, log_probability(rivals), rivals)
+    return _pairs(cases, log_probability(answers), answers)._replace(rivals=less)
+
+
+def _pairs(cases: Sequence[_Case], metric: CircuitMetric, read: Int[Tensor, "pair n_last"] | None) -> Pairs:
+    """The pairs, with what is read of their answers behind them."""
+    clean, corrupted = (torch.stack(of) for of in zip(*((case.clean, case.corrupted) for case in cases), strict=True))
+    gone = [case.hidden for case in cases if case.hidden is not None]
+    hidden, n_last = torch.stack(gone) if gone else None, None if read is None else read.shape[1]
+    if read is not None:
+        clean, corrupted = (torch.cat([of, read[:, :-1]], dim=1) for of in (clean, corrupted))
+        hidden = None if hidden is None else torch.nn.functional.pad(hidden, (0, read.shape[1] - 1))
+    return Pairs(clean, corrupted, metric, n_last, hidden, cases[0].n_prompt)
 
 
 def logit_difference(answers: Int[Tensor, " pair"], rivals: Int[Tensor, " pair"]) -> CircuitMetric:
@@ -147,5 +246,15 @@ def logit_difference(answers: Int[Tensor, " pair"], rivals: Int[Tensor, " pair"]
         both = torch.stack([answers, rivals], dim=1).to(logits.device)
         answer, rival = logits[:, -1].gather(-1, both).unbind(dim=1)
         return answer - rival
+
+    return measure
+
+
+def log_probability(tokens: Int[Tensor, "pair n_last"]) -> CircuitMetric:
+    """log p of a token at each of the last positions, summed, in nats."""
+
+    def measure(logits: Float[Tensor, "pair n_last d_vocab"]) -> Float[Tensor, " pair"]:
+        log_p = logits[:, -tokens.shape[1] :].log_softmax(dim=-1)
+        return log_p.gather(-1, tokens.to(log_p.device)[..., None]).sum(dim=(1, 2))
 
     return measure

@@ -1,7 +1,7 @@
 """Passes in which every reader may have an input of its own, by hooks; the residual stream itself flows on as it is."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,11 +30,11 @@ class CircuitLayer:
         weights: those maps, by reader.
     """
 
-    def __init__(self, model: KVModel, number: int, block: Block, before: nn.Module):
+    def __init__(self, model: KVModel, graph: Graph, number: int, block: Block, before: nn.Module):
         self.number, self.block, self.before, self.norms, part = number, block, before, block.norm_modules(), block.parts[0]
-        found = part.matrices()
+        found, keys = part.matrices(), graph.at[number, "k"]
         assert found is not None
-        step = part.n_heads // part.n_kv_heads
+        step = part.n_heads // (keys.stop - keys.start)
         self.points = {x: model.hook_dict[f"blocks.{number}.{part.name}.hook_{x}"] for x in "qkv"}
         self.weights = {"q": found.W_Q, "k": found.W_K[::step], "v": found.W_V[::step]}
         self.output_weights = found.W_O
@@ -55,11 +55,25 @@ class CircuitLayer:
 
 
 @torch.no_grad()
-def layers_to_hook(model: KVModel) -> list[CircuitLayer]:
+def layers_to_hook(model: KVModel, graph: Graph) -> list[CircuitLayer]:
     """All of them; weights and norms are read, not trained."""
     blocks = model.layers()
     before = [model.ends().before, *(block.after for block in blocks)]
-    return [CircuitLayer(model, number, block, before[number]) for number, block in enumerate(blocks)]
+    return [CircuitLayer(model, graph, number, block, before[number]) for number, block in enumerate(blocks)]
+
+
+@contextmanager
+def _grouped_as(model: KVModel, graph: Graph) -> Iterator[None]:
+    """Inside, every query head reads keys and values of its own where the graph says so."""
+    if not graph.by_query_head:
+        yield
+        return
+    before = model.cfg.ungroup_grouped_query_attention
+    model.cfg.ungroup_grouped_query_attention = True
+    try:
+        yield
+    finally:
+        model.cfg.ungroup_grouped_query_attention = before
 
 
 class Pass:
@@ -78,7 +92,8 @@ class Pass:
     """
 
     def __init__(self, model: KVModel, graph: Graph, first: int = 0, hidden: Bool[Tensor, "pair pos"] | None = None):
-        self.model, self.graph, self.first, self.hidden, self.layers = model, graph, first, hidden, layers_to_hook(model)
+        self.model, self.graph, self.first, self.hidden = model, graph, first, hidden
+        self.layers = layers_to_hook(model, graph)
         self.written, self.embedded, self.last, self.by_nobody = *(torch.empty(0) for _ in range(3)), torch.zeros(())
         self._stream: Tensor
         self._read_by_mlp: Tensor
@@ -97,6 +112,7 @@ class Pass:
             return self.all_rows(self.embedded)
 
         with ExitStack() as stack:
+            stack.enter_context(_grouped_as(self.model, self.graph))
             _on(stack, self.layers[0].before, start)
             for layer in self.layers:
                 self._hook(stack, layer)
@@ -283,12 +299,21 @@ def _through_norm(layer: CircuitLayer, x: str, stream: Tensor, gradients: Float[
 class CircuitPass(Pass):
     """A pass in which each reader sees, of the writers whose edge is cut, what these wrote on the corrupted prompt.
 
-    Hidden tokens are there for the readers of keys whose edge from the embedding is kept.
+    Hidden tokens are there for the readers of keys whose edge from the embedding is kept. With ``n_cut``, edges are cut at so
+    many tokens alone, the first ones.
     """
 
-    def __init__(self, model: KVModel, graph: Graph, kept: Bool[Tensor, "writer reader"], corrupted: Pass):
+    def __init__(
+        self,
+        model: KVModel,
+        graph: Graph,
+        kept: Bool[Tensor, "writer reader"],
+        corrupted: Pass,
+        n_cut: int | None = None,
+    ):
         super().__init__(model, graph, corrupted.first, corrupted.hidden)
         self.cut, self.corrupted, self._moved = graph.edges & ~kept, corrupted, dict[int, tuple[Tensor, Tensor]]()
+        self.n_cut = None if n_cut is None else max(0, n_cut - self.first)
 
     def write(self, at: slice, outputs: Written) -> None:
         """Note how far they are from what was written on the corrupted prompt."""
@@ -304,6 +329,8 @@ class CircuitPass(Pass):
         n = self.graph.n_before[some.start]
         columns, which = self.cut[:n, some].unique(dim=1, return_inverse=True)
         changes = torch.tensordot(columns.T.to(self.written), self.written[:n], dims=1)
+        if self.n_cut is not None:
+            changes[:, :, self.n_cut :] = 0
         return self.all_rows(changes, dim=1).add_(stream[:, self.first :]), which
 
     def read_heads(self, layer: CircuitLayer, x: str, value: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.analyses import AtSizes, Circuit, why_attends
+from kvlens.analyses.circuits.circuit import Order
 from kvlens.checks import Within, checked
 from kvlens.errors import KVLensError, brief
 from kvlens.model import HeadsRead, visit_heads
@@ -46,6 +47,7 @@ def circuit_view(
     found: Circuit,
     sizes: Sequence[int | float] | None = None,
     *,
+    order: Order = "signed",
     roles: Mapping[str, Sequence[int]] | None = None,
     n_reasons: Annotated[int, Within(0)] = 5,
     title: str = "circuit",
@@ -57,6 +59,7 @@ def circuit_view(
         found: from :func:`kvlens.analyses.circuit`.
         sizes: of the slider, ascending, each the number of edges or their share of all, as of ``Circuit.keep``; each is run.
             None takes 10, 20, 50, ... up to 1,000 edges of a circuit of all edges, and a circuit of some as it is.
+        order: of estimates, by which edges are kept, as of ``Circuit.keep``: by value or by size, which the picture says.
         roles: columns in place of tokens: positions by name, such as ``{"names": [1, 3], "last": [-1]}``; all others are one
             column. With pairs of several lengths they are counted from the end.
         n_reasons: for how many heads, those with the largest estimates of the circuit that is shown first, it is said why they
@@ -70,7 +73,7 @@ def circuit_view(
     Raises:
         KVLensError: sizes that do not ascend, a circuit without edges or of too many, positions outside the prompts.
     """
-    at = _at_sizes(found, sizes)
+    at = _at_sizes(found, sizes, order)
     drawing = _drawing(found, at, roles)
     if ax is not None:
         return _draw(ax, drawing, title)
@@ -87,7 +90,7 @@ def circuit_view(
     }
     body = (
         f'<figure class="piece" data-kvlens="circuit"><figcaption>{html_text(title)}</figcaption>'
-        f'<p class="note">{html_text(_note(found, drawing))}</p><div class="circuit"></div>'
+        f'<p class="note">{html_text(_note(found, drawing, at))}</p><div class="circuit"></div>'
         f"{data_script(data)}</figure>"
     )
     return Piece(title, body, circuitsvis=True, figure=functools.partial(_figure, drawing, title))
@@ -119,7 +122,7 @@ class _Drawing(NamedTuple):
 
 def _drawing(found: Circuit, at: AtSizes, roles: Mapping[str, Sequence[int]] | None) -> _Drawing:
     graphs = [one.to_networkx() for one in at.circuits]
-    longest = next(pairs for pairs in found.batches if pairs.clean.shape[1] == found.by_position.shape[1])
+    longest = max(found.batches, key=lambda pairs: (pairs.n_asked, pairs.n_answer))
     tokens, corrupted = found.texts(longest, 0)
     columns, effects, last = _columns(found, tokens, roles)
     places = [*effects.abs().argmax(dim=1).tolist(), last]  # where the logits are read
@@ -130,11 +133,11 @@ def _drawing(found: Circuit, at: AtSizes, roles: Mapping[str, Sequence[int]] | N
     return _Drawing(nodes, _edges(graphs), columns, stops, min(enough, len(stops) - 1), longest.clean[0], tokens, corrupted)
 
 
-def _at_sizes(found: Circuit, sizes: Sequence[int | float] | None) -> AtSizes:
+def _at_sizes(found: Circuit, sizes: Sequence[int | float] | None, order: Order) -> AtSizes:
     """The circuits that are drawn: without sizes the usual ones of a circuit of all edges, or one of some as it is."""
     n = found.n_units("edges")
     usual = [size for size in USUAL_SIZES if size < n] + ([n] if n <= USUAL_SIZES[-1] else [])
-    at = found.at_sizes(sizes if sizes is not None else usual if int(found.kept.sum()) == n else [])
+    at = found.at_sizes(sizes if sizes is not None else usual if int(found.kept.sum()) == n else [], order=order)
     n_edges = at.table["n_edges"]
     if not n_edges.is_monotonic_increasing:
         raise KVLensError(f"sizes: expected ascending sizes, got circuits of {n_edges.tolist()} edges")
@@ -150,9 +153,11 @@ def _columns(
     found: Circuit, tokens: list[str], roles: Mapping[str, Sequence[int]] | None
 ) -> tuple[list[str], Float[Tensor, "writer column"], int]:
     """Names of the columns, each node's estimate in them, and the last position's; positions of no role are the first."""
+    width = found.by_position.shape[1]
     if roles is None:
-        return tokens, found.by_position, len(tokens) - 1
-    width, same = len(tokens), len({pairs.clean.shape[1] for pairs in found.batches}) == 1
+        behind = [""] * (width - len(tokens))  # what is read of longer answers than that of this prompt
+        return [*tokens, *behind], found.by_position, width - 1
+    same = len({pairs.n_asked for pairs in found.batches}) == 1
     of_role = torch.zeros(width, dtype=torch.long)
     for column, (name, positions) in enumerate(roles.items(), start=1):
         for position in positions:
@@ -194,15 +199,16 @@ def _stop(nodes: pd.DataFrame, graph: Any, row: dict[str, Any]) -> dict[str, Any
     return {**row, "layers": layers, "columns": [[column, fullest.get(column, 0)] for column in shown], "places": places}
 
 
-def _note(found: Circuit, drawing: _Drawing) -> str:
-    n, by_role = sum(len(pairs.clean) for pairs in found.batches), drawing.columns is not drawing.tokens
+def _note(found: Circuit, drawing: _Drawing, at: AtSizes) -> str:
+    by = {"signed": "by value, those that speak for the answer first", "absolute": "by size"}[at.circuits[0].order]
+    n, by_role = sum(len(pairs.clean) for pairs in found.batches), drawing.columns[: len(drawing.tokens)] != drawing.tokens
     which = "the first" if len(found.batches) == 1 else "one"
     tokens = "" if n == 1 or by_role else f"; tokens are those of {which} of {n} pairs"
     return (
         "Edges lead from what writes to the residual stream, up to what reads it, and are as wide as their estimates: by how "
         "much the metric falls with this edge alone corrupted, to first order (dashed: it rises). Nodes are as large as theirs "
         f"(red: it rises), and stand at the {'role' if by_role else 'token'} where that is largest{tokens}. Each size is a "
-        "circuit that was run."
+        f"circuit that was run; its edges are the largest {by}."
     )
 
 

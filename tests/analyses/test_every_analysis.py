@@ -101,8 +101,8 @@ def of_a_case(name):
     )
 
 
-def circuit(model, prompt, other, *, answer, rival):
-    return analyses.circuit(model, prompt, other, (answer, rival), confirm=4).keep(9).edges
+def circuit(model, prompt, text, other, **target):
+    return analyses.circuit(model, prompt, other, text=text, **target, confirm=4).keep(9).edges
 
 
 def contributions(model, prompt, text, other, **target):
@@ -120,7 +120,7 @@ IN_A_BATCH = {  # name of the analysis, and what else -> its options on the comm
     "bias_effects": (dict(methods=",".join(METHODS), parts=""), effects),
     **{f"bias_positions, {at}": (dict(by="source", at=at), positions(at)) for at in ("together", "last", "each")},
     "bias_interactions": ({}, lambda model, prompt, text, other, **target: analyses.bias_interactions(model, prompt, text)),
-    "circuit": (dict(size=9, confirm=4), lambda model, prompt, text, other, **target: circuit(model, prompt, other, **target)),
+    "circuit": (dict(size=9, confirm=4), circuit),
     "composition": (dict(kinds="K"), lambda model, *given, **target: analyses.composition(model, kinds=["K"])),
     "layer_contributions": (dict(per_head=True), contributions),
     "reading_layers": ({}, reading),
@@ -408,7 +408,6 @@ def test_one_word_for_a_position_in_every_table():
 GIVEN = torch.arange(3, 14), torch.tensor([5, 2, 7])
 TWO_UNITS = dict(by=[(0, 5), (5, 11)])
 LONG = {
-    "attribution_by_edge": lambda model: analyses.attribution_by_edge(model, *GIVEN, **TWO_UNITS),
     "attribution_by_head": lambda model: analyses.attribution_by_head(model, *GIVEN, **TWO_UNITS),
     "attribution_by_position": lambda model: analyses.attribution_by_position(model, *GIVEN, **TWO_UNITS),
     "prompt_attribution": lambda model: analyses.prompt_attribution(model, *GIVEN, **TWO_UNITS),
@@ -438,12 +437,12 @@ def test_it_tells_how_far_it_is(facts, name, monkeypatch):
 
 P, T = map(len, GIVEN)
 FLIPPED, CASE = GIVEN[0].flip(0), (*GIVEN, torch.tensor([3, 8]), [(0, 5)])
-PAIRS = torch.stack([GIVEN[0]] * 3), torch.stack([FLIPPED] * 3), ([3] * 3, [11] * 3)
+PAIRS, ASKED = (torch.stack([GIVEN[0]] * 3), torch.stack([FLIPPED] * 3)), dict(answer=3, rival=11)
+BEHIND, WORDS = dict(method="eap", text=GIVEN[1], confirm=4), dict(answer=[3, 5], rival=11)
 UNITS = TWO_UNITS | dict(answer=3)
 REPEATED = dict(n_sequences=2, n_repeated=10)
 COSTS = [  # arguments behind the model, and how many tokens are embedded; two units, 2 layers of 4 heads; shifted keys
     ("activation_patching", (GIVEN[0], FLIPPED, GIVEN[1]), dict(answer=3, points=["bias"]), 2 * P + 4 * T),
-    ("attribution_by_edge", GIVEN, UNITS, (P + T) * (1 + 2)),
     ("attribution_by_head", GIVEN, UNITS, P * (2 + 2) + T * (1 + 2) * (2 + 2 * (8 + 8))),
     ("attribution_by_position", GIVEN, UNITS, P + 2 * (P + 2 * (P + 2) * T)),
     ("attribution_by_position", GIVEN, UNITS | dict(each_layer=True), P + 2 * (P + (1 + 2) * 2 * (P + 2) * T)),
@@ -453,9 +452,11 @@ COSTS = [  # arguments behind the model, and how many tokens are embedded; two u
     ("bias_interactions", (GIVEN[0], FLIPPED), {}, (2 + 2 + 1) * P),
     ("bias_positions", GIVEN, {}, P + T),
     ("bias_singular_values", GIVEN[:1], {}, P),
-    ("circuit", PAIRS, {}, 3 * P * (2 + 5) + 3 * P),
-    ("circuit", PAIRS, dict(method="eap"), 3 * P * (2 + 1) + 3 * P),
-    ("circuit", PAIRS, dict(steps=7, confirm=4), 3 * P * (2 + 7 + 2 + 4) + 3 * P),
+    ("circuit", PAIRS, ASKED, 3 * P * (2 + 5) + 3 * P),
+    ("circuit", PAIRS, ASKED | dict(method="eap"), 3 * P * (2 + 1) + 3 * P),
+    ("circuit", PAIRS, ASKED | dict(steps=7, confirm=4), 3 * P * (2 + 7 + 2 + 4) + 3 * P),
+    ("circuit", (GIVEN[0], FLIPPED), BEHIND, (P + T) * (1 + 2 + 1 + 2 * (2 + 4) + 3)),
+    ("circuit", (GIVEN[0], FLIPPED), BEHIND | WORDS, (2 * (P + T) + 1) * (2 + 1 + 2 * (2 + 4)) + (P + T + 1) * 3),
     ("composition", (), {}, 0),
     ("conversion_error", GIVEN, {}, 4 * (P + T)),
     ("dual_bound", GIVEN[:1], dict(layer=1, head=2, n_steps=5), 5 * P),

@@ -58,8 +58,8 @@ def attribution(**given):
     return analyses.prompt_attribution(linear(), PROMPT, TEXT, **given)
 
 
-def replaced(replacement, f=analyses.attribution_by_position):
-    return f(linear(), PROMPT, TEXT, by=[SPAN], answer=5, replace_by=replacement)
+def replaced(replacement):
+    return analyses.attribution_by_position(linear(), PROMPT, TEXT, by=[SPAN], answer=5, replace_by=replacement)
 
 
 def contributions(prompt=None, text=TEXT, **given):
@@ -78,8 +78,9 @@ def verdicts(**given):
     return analyses.induction_verdicts(linear(), **given)
 
 
-def circuit(model=softmax, prompt=PAIRS, corrupted=PAIRS + 1, metric=(5, 7), **given):
-    return analyses.circuit(model(), prompt, corrupted, metric, **given)
+def circuit(model=softmax, prompt=PAIRS, corrupted=PAIRS + 1, metric=None, **given):
+    asked = {} if metric is not None else dict(answer=5, rival=7)
+    return analyses.circuit(model(), prompt, corrupted, metric, **{**asked, **given})
 
 
 def under_a_bias(f, *arguments):
@@ -171,22 +172,26 @@ REFUSED = [
     lambda: attribution(by="token", answer=5, rival=5),
     lambda: replaced({SPAN: torch.tensor([1])}),
     lambda: replaced({(3, 6): torch.tensor([1, 2, 3])}),
-    lambda: replaced({(0, 2): tokens(2)}, analyses.attribution_by_edge),
+    lambda: replaced({(0, 2): tokens(2)}),
     lambda: analyses.attribution_by_head(linear(), PROMPT, TEXT, by=[(0, 7)], answer=5, positions="closed"),
     # circuits: pairs, what is measured on them, sizes
     lambda: circuit(prompt=[]),
     lambda: circuit(corrupted=None),
     lambda: circuit(without=[(1, 2)]),
-    lambda: circuit(metric=None),
+    lambda: circuit(rival=5),
+    *(lambda given=given: circuit(**given) for given in (dict(text=["a"]), dict(text=17), dict(answer=[]), dict(answer=17))),
     *(lambda by=by: circuit(corrupted=None, without=by) for by in ([(5, 7)], [(1, 99)], [[(1, 2)]] * 3, [])),
     lambda: circuit(corrupted=PAIRS[:, :6]),
     lambda: circuit(corrupted=PAIRS[:1]),
     lambda: circuit(prompt=[PAIRS[0], PROMPT[:5]], corrupted=[PAIRS[1], PROMPT[:5]], metric=lambda x: x[:, -1, 0]),
-    *(lambda m=m: circuit(metric=m) for m in ((5,), "ab", (5, torch.tensor([1, 2, 3])), (5, [torch.tensor([1, 2]), 3]))),
+    *(lambda m=m: circuit(metric=m) for m in ((5, 7), "ab")),
+    *(lambda given=given: circuit(metric=lambda x: x[:, -1, 0], **given) for given in (dict(answer=5), dict(rival=5))),
+    *(lambda x=x: circuit(answer=x) for x in ([1, 2, 3], torch.tensor([1, 2, 3]), ["", "a"])),
     *(lambda m=m: circuit(metric=m) for m in (lambda x: x.sum(), lambda x: x[:, -1, 0] * math.nan, lambda x: 1.0)),
     *(lambda row=row: circuit(functools.partial(sharp, row)) for row in ("softmax, shortformer", "augmented keys")),
     *(lambda size=size: circuit(method="eap").keep(size) for size in (152, -1, 1.5)),
     lambda: circuit(method="eap").keep(13, by="nodes"),
+    *(lambda name=name: circuit(method="eap").keep(9, **{name: "value"}) for name in ("by", "order")),
     lambda: analyses.faithfulness(circuit(corrupted=PAIRS, method="eap")),
     *(lambda shares=shares: analyses.faithfulness(circuit(method="eap"), shares) for shares in ([1.0], [0.5, 0.1])),
     lambda: removed([[(1, 5)]]),

@@ -26,7 +26,6 @@ and, with ``--methods circuitkit``, by us, which ``--compare`` holds against eac
 """
 
 import argparse
-import contextlib
 import csv
 import json
 import random
@@ -183,13 +182,13 @@ def batches(model: Any, pairs: Sequence[Pair]) -> list[tuple[list[int], Any]]:
     return found
 
 
-def estimated(model: Any, pairs: Sequence[Pair], method: str) -> Any:
+def estimated(model: Any, pairs: Sequence[Pair], method: str, by_query_head: bool = False) -> Any:
     """The circuit of all edges with the estimates of ``eap`` or ``eap_ig``, the mean over pairs."""
     from kvlens.analyses import circuit
 
     total, circuits = 0, []
     for rows, batch in batches(model, pairs):
-        found = circuit(model, batch.clean, batch.corrupted, batch.metric, method=method)
+        found = circuit(model, batch.clean, batch.corrupted, batch.metric, method=method, by_query_head=by_query_head)
         total, circuits = total + found.estimates * len(rows), [*circuits, found]
     joined = [batch for _, batch in batches(model, pairs)]
     return replace(circuits[0], batches=joined, estimates=total / len(pairs))
@@ -202,9 +201,9 @@ def per_pair(found: Any, pairs: Sequence[Pair], *kept: torch.Tensor) -> torch.Te
     return values[:, torch.tensor([i for rows, _ in of for i in rows]).argsort()]
 
 
-def curve(found: Any, pairs: Sequence[Pair], by: str, absolute: bool) -> dict[str, Any]:
+def curve(found: Any, pairs: Sequence[Pair], by: str, order: str) -> dict[str, Any]:
     """The metric of every pair in circuits of MIB's sizes; the last one is the whole model."""
-    kept = [found.keep(share, by=by, absolute=absolute).kept for share in SHARES[:-1]]
+    kept = [found.keep(share, by=by, order=order).kept for share in SHARES[:-1]]
     started = time.process_time()
     values = per_pair(found, pairs, *kept)
     seconds = time.process_time() - started
@@ -254,10 +253,11 @@ class Run:
 
     def found(self, method: str) -> Any:
         """The circuit of all edges with the estimates of a method."""
-        from kvlens.analyses.circuits.estimates import Circuit
         from kvlens.analyses.circuits.graph import Graph
 
-        graph = Graph(self.model)
+        from kvlens.analyses import Circuit
+
+        graph = Graph(self.model, by_query_head=method == "circuitkit")
         nothing = torch.full(graph.edges.shape, torch.nan, dtype=torch.float64)
         by_position = torch.zeros(len(graph.writers), 0, dtype=torch.float64)
         return Circuit(self.model, [], graph, self._scores(method, graph), nothing, by_position, graph.edges)
@@ -294,10 +294,9 @@ class Run:
 
         return kept_in(self.cache / "ends.json", make)
 
-    def curve(self, method: str, by: str, absolute: bool) -> None:
-        name = f"{method}-{by}-{'absolute' if absolute else 'signed'}"
-        with by_query_head(self.model, method == "circuitkit"):
-            kept_in(self.cache / f"{name}.json", lambda: curve(self.found(method), self.measure, by, absolute))
+    def curve(self, method: str, by: str, order: str) -> None:
+        path = self.cache / f"{method}-{by}-{order}.json"
+        kept_in(path, lambda: curve(self.found(method), self.measure, by, order))
 
 
 # --- CircuitKIT, in an environment of its own --------------------------------------------------------------------------------
@@ -384,27 +383,15 @@ def grouped(scores: torch.Tensor, graph: Any) -> torch.Tensor:
     return found * graph.edges
 
 
-@contextlib.contextmanager
-def by_query_head(model: Any, wanted: bool) -> Iterator[None]:
-    """Every query head reads keys and values of its own, as in CircuitKIT's graph."""
-    before = model.cfg.ungroup_grouped_query_attention
-    model.cfg.ungroup_grouped_query_attention = wanted or before
-    try:
-        yield
-    finally:
-        model.cfg.ungroup_grouped_query_attention = before
-
-
 def compared(run: "Run", n_pairs: int, shares: Sequence[float] = (0.001, 0.01, 0.1, 0.5)) -> None:
     """Print how far our estimates are from CircuitKIT's, and our runs of its circuits from its own."""
     ours = run.found("eap_ig")
     theirs = grouped(torch.load(run.cache / "circuitkit_scores.pt"), ours.graph)
     print(f"estimates: relative difference {float((ours.estimates - theirs).norm() / theirs.norm()):.1e}")
     own = json.loads((run.cache / "circuitkit_own-edges-signed.json").read_text())
-    with by_query_head(run.model, True):
-        found = run.found("circuitkit")
-        circuits = [found.keep(share).kept for share in shares]
-        values = per_pair(found, run.measure[:n_pairs], *circuits)
+    found = run.found("circuitkit")
+    circuits = [found.keep(share).kept for share in shares]
+    values = per_pair(found, run.measure[:n_pairs], *circuits)
     for share, kept, mine in zip(shares, circuits, values, strict=True):
         at = SHARES.index(share)
         gap = (mine - torch.tensor(own["values"][at], dtype=torch.float64)[:n_pairs]).abs().max()
@@ -477,7 +464,7 @@ def main(argv: list[str] | None = None) -> None:
             for method in args.methods:
                 for by in args.by:
                     for order in args.orders if not method.startswith("random") else ["signed"]:
-                        run.curve(method, by, order == "absolute")
+                        run.curve(method, by, order)
             if args.python is not None:
                 words = [args.python, "-W", "ignore", __file__, "--cache", str(args.cache), "--folder", args.folder]
                 alone = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

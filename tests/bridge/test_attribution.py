@@ -14,8 +14,8 @@ from pandas.testing import assert_frame_equal
 from precision import LAW, relative_error
 from stacked_tensors import layers_with_state
 
-from kvlens import KVLensError, convert_prompt, counterfactuals, explain
-from kvlens.analyses import attribution_by_edge, attribution_by_head, attribution_by_position, prompt_attribution
+from kvlens import convert_prompt, counterfactuals, explain
+from kvlens.analyses import attribution_by_head, attribution_by_position, prompt_attribution
 from kvlens.explanation.runs import Runs
 from kvlens.model import heads_per_layer
 from kvlens.texts import Response
@@ -29,49 +29,6 @@ UNITS = [(0, 3), (3, 7), (7, 9)]
 @pytest.fixture(scope="module", params=["qwen3_5", "olmo_hybrid", "falcon_h1", "gemma3", "gpt_oss"])
 def family(request):
     return request.param
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "phi3", "gpt_neox"])
-def test_edges_of_other_families_are_path_patching(family, bridge_of):
-    """With grouped keys, norms behind the heads, joint projections, MLPs side by side: each edge in two passes of its own."""
-    model, together = bridge_of(family), torch.cat([PROMPT, TEXT])[None]
-    new = some_tokens(4, seed=2)
-    table = attribution_by_edge(model, PROMPT, TEXT, by=[UNITS[1]], answer=5, replace_by={UNITS[1]: new}, n_confirmed=8)
-    names = [f"blocks.{layer}.attn.hook_{x}" for layer in range(model.cfg.n_layers) for x in "qkvz"]
-
-    def run(tokens, instead, seen):
-        def see(x, hook, name):
-            x = instead.get(name, x)
-            seen[name] = x.clone()
-            return x
-
-        with model.hooks(fwd_hooks=[(name, partial(see, name=name)) for name in names]):
-            return float(model.logits_on(tokens, 1)[0, -1].double().log_softmax(dim=-1)[5])
-
-    for row in table.head(8).itertuples():
-        own, other, changed = {}, {}, {}
-        before = run(together, {}, own)
-        run(torch.cat([PROMPT[: UNITS[1][0]], new, PROMPT[UNITS[1][1] :], TEXT])[None], {}, other)
-        instead = {name: x.clone() for name, x in own.items() if name.endswith("z")}
-        sender, n = f"blocks.{row.sender_layer}.attn.hook_z", model.cfg.n_heads
-        at = slice(len(PROMPT)) if row.where == "prompt" else slice(len(PROMPT), None)
-        by_head = [x[sender].view(1, together.shape[1], n, -1) for x in (instead, other)]
-        by_head[0][:, at, row.sender_head] = by_head[1][:, at, row.sender_head]
-        run(together, instead, changed)
-        receiver, n = (
-            f"blocks.{row.receiver_layer}.attn.hook_{row.input}",
-            n if row.input == "q" else model.cfg.n_key_value_heads or n,
-        )
-        by_head = [x[receiver].view(1, together.shape[1], n, -1) for x in (own, changed)]
-        mixed = by_head[0].clone()
-        mixed[:, :, row.receiver_head] = by_head[1][:, :, row.receiver_head]
-        after = run(together, {receiver: mixed.view(own[receiver].shape)}, {})
-        assert abs(before - after - row.effect) < LAW
-
-
-def test_latent_attention_has_no_edges(bridge_of):
-    with pytest.raises(KVLensError, match="hook_. does not show"):
-        attribution_by_edge(bridge_of("deepseek_v3"), PROMPT, TEXT, by=UNITS)
 
 
 def test_explanations_are_those_of_the_hooked_model(both_of):

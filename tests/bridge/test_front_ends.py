@@ -24,7 +24,6 @@ pytestmark = pytest.mark.usefixtures("without_gradients", "short_answers")
 PROMPT = some_tokens(9)
 TEXT = torch.cat([PROMPT[2:4], some_tokens(2, seed=1)])  # so that there is something to copy
 ONE, UNITS = dict(by=[(0, 4)]), [(0, 3), (3, 7), (7, 9)]
-OTHER = {UNITS[1]: some_tokens(4, seed=2)}
 NULL = Null(19, prompts=[some_tokens(8, seed=seed) for seed in range(5)])
 FEW, ABLATIONS = dict(n_sequences=1, n_repeated=8), dict(n_sequences=2, n_repeated=9, ablations=True)
 CASES = [(PROMPT, TEXT, PROMPT[4:6], [(3, 7)]), (PROMPT.flip(0), None, PROMPT[2:3], [(5, 8)])]
@@ -33,7 +32,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "baseline_ablation": (PROMPT, TEXT, [[(1, 0)]]),
     "bias_ablation": (PROMPT, TEXT, [[(1, 0)]]),
     "bias_singular_values": (PROMPT,),
-    "circuit": (PROMPT, some_tokens(9, seed=3), (5, 7)),
+    "circuit": (PROMPT, some_tokens(9, seed=3)),
     "composition": (),
     "induction_heads": (),
     "induction_verdicts": (),
@@ -45,15 +44,12 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 """What an analysis is given after the model, where not prompt and text."""
 OPTIONS: dict[str, list[dict[str, Any]]] = {
     "activation_patching": [{}, dict(answer=PROMPT[4:6], rival=3), dict(points=["keys", "z_bias"], answer=7)],
-    "attribution_by_edge": [
-        ONE,
-        dict(by=UNITS[:2], answer=5, n_confirmed=9, through_mlps=False, rival=7, replace_by=OTHER),
-    ],
     "attribution_by_head": [ONE, dict(by=UNITS)],
     "attribution_by_position": [dict(**ONE, each_layer=True)],
     "bias_decomposition": [{}, dict(answer=3, rival=7)],
     "bias_effects": [{}, dict(methods=("zero", "baseline"), by="head", answer=3), dict(by="layer")],
     "bias_positions": [{}, dict(at=[1, 3], answer=3)],
+    "circuit": [dict(text=TEXT, answer=5, rival=7)],
     "explanation": [ONE],
     "induction_heads": [FEW, ABLATIONS],
     "induction_verdicts": [FEW, ABLATIONS],
@@ -83,7 +79,6 @@ SAME = {
 """The columns or tensors that are compared, where not all but words."""
 LARGE = {
     "activation_patching": "recovered",
-    "attribution_by_edge": "effect",
     "induction_heads": "loss_change",
     "induction_verdicts": "logit_attribution",
     "prompt_attribution": "total_effect",
@@ -125,9 +120,6 @@ def test_an_analysis_runs_or_says_why_not(family, name, bridge_of):
     elif name == "attention_under_bias" and not attention_layers(model):
         with pytest.raises(KVLensError, match="the bias holds a recurrent state there and no keys"):
             run(name, model, options)
-    elif name == "attribution_by_edge" and reason is None and sum(n > 0 for n in heads_per_layer(model)) < 2:
-        with pytest.raises(KVLensError, match="a single layer with heads"):
-            run(name, model, options)
     elif name in OF_A_HEAD and family in OF_A_HEAD[name]:
         with pytest.raises(KVLensError, match=OF_A_HEAD[name][family]):
             run(name, model, options)
@@ -144,8 +136,7 @@ def compared(name, found):
     """Frames and tensors, in the same order on both front ends."""
     if isinstance(found, pd.DataFrame):
         columns = SAME.get(name, [column for column in found if column != "says"])
-        sort = list(found.columns[:8]) if name == "attribution_by_edge" else []  # estimates of 0 come in any order
-        return [found.sort_values(sort, ignore_index=True)[columns] if sort else found[columns]]
+        return [found[columns]]
     return [getattr(found, field) for field in SAME[name]]
 
 
@@ -167,7 +158,7 @@ def test_an_analysis_gives_the_same_on_both_front_ends(family, name, both_of):
     assert name not in LARGE or tables[0][LARGE[name]].abs().max() > 0.01  # it matters
 
 
-PAIRS = some_tokens(2, 7), some_tokens(2, 7, seed=3), ([5, 6], [7, 8])
+PAIRS = dict(prompt=some_tokens(2, 7), corrupted=some_tokens(2, 7, seed=3), answer=[5, 6], rival=[7, 8])
 
 
 def circuits(found):
@@ -180,7 +171,7 @@ def circuits(found):
 def test_circuits_are_the_same_on_both_front_ends(family, both_of):
     """MLPs side by side with heads, with a norm of their own or without; norms behind; experts; OPT's rows."""
     (ours, ran), (theirs, other) = (
-        (found, circuits(found)) for found in (analyses.circuit(of, *PAIRS) for of in both_of(family))
+        (found, circuits(found)) for found in (analyses.circuit(of, **PAIRS) for of in both_of(family))
     )
     assert relative_error(ours.estimates, theirs.estimates) < LAW and ours.estimates.abs().max() > 0.1
     assert relative_error(ours.by_position, theirs.by_position) < LAW
@@ -210,18 +201,24 @@ def test_patching_a_head_is_the_prompt_with_that_head_of_the_other(family, bridg
 @pytest.mark.parametrize("family", ["gptj", "gemma2"])
 def test_the_graph_of_a_circuit_is_the_same_on_both_front_ends(family, both_of):
     """To rounding: where nodes stand, attention, and why heads attend, which Gemma 2 does not say, with its norms behind."""
-    ours, theirs = (data_of(circuit_view(analyses.circuit(of, *PAIRS), [20, 60], n_reasons=2)) for of in both_of(family))
+    ours, theirs = (data_of(circuit_view(analyses.circuit(of, **PAIRS), [20, 60], n_reasons=2)) for of in both_of(family))
     for name in ("nodes", "columns", "patterns", "reasons", "tokens"):
         assert ours[name] == theirs[name], name
     assert [stop["places"] for stop in ours["stops"]] == [stop["places"] for stop in theirs["stops"]]
     assert len(ours["patterns"]) >= 2
 
 
+def test_keys_of_a_group_are_split_on_the_hooked_model_alone(bridge_of):
+    with pytest.raises(KVLensError, match="by_query_head: .* got KVTransformerBridge; load the model as one"):
+        analyses.circuit(bridge_of("llama"), **PAIRS, by_query_head=True)
+    assert analyses.circuit(bridge_of("gpt2"), **PAIRS, by_query_head=True, method="eap").kept.all(dim=0)[-1]
+
+
 @pytest.mark.parametrize("family", ["glm4", "starcoder2"])
 def test_all_edges_are_the_clean_pass_and_none_the_corrupted_one(family, bridge_of):
     model = bridge_of(family)
-    ran = circuits(analyses.circuit(model, *PAIRS, method="eap"))
-    for found, given in zip(ran, PAIRS[:2], strict=False):
+    ran = circuits(analyses.circuit(model, **PAIRS, method="eap"))
+    for found, given in zip(ran, (PAIRS["prompt"], PAIRS["corrupted"]), strict=False):
         last = model(given)[:, -1]
         assert relative_error(found, last[[0, 1], [5, 6]] - last[[0, 1], [7, 8]]) < LAW
 
@@ -229,7 +226,7 @@ def test_all_edges_are_the_clean_pass_and_none_the_corrupted_one(family, bridge_
 def test_a_factor_behind_heads_has_no_circuit():
     model = KVTransformerBridge.boot_transformers(tiny_hf_model("granite", residual_multiplier=0.5))
     with pytest.raises(KVLensError, match="GraniteForCausalLM: something else stands between heads, MLPs and the residual"):
-        analyses.circuit(model, *PAIRS)
+        analyses.circuit(model, **PAIRS)
 
 
 OTHER_POINTS = {"gptj": "ln2.", "opt": "ln2."}

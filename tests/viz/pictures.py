@@ -82,7 +82,7 @@ def by_depth(**changes) -> pd.DataFrame:
 def a_circuit():
     """Of two layers of three heads."""
     prompts = ["The widget is purple. The", "The gadget is purple. The"]
-    return circuit(softmax(), prompts, prompts[::-1], (" widget", " gadget"))
+    return circuit(softmax(), prompts, prompts[::-1], answer=" widget", rival=" gadget")
 
 
 PICTURES = {  # each takes ``ax`` or ``axes``

@@ -576,7 +576,7 @@ def test_a_thousand_edges_are_drawn_in_less_than_a_second(tmp_path):
 
 @pytest.mark.parametrize("roles", [None, {HOSTILE[0]: [1, 2], HOSTILE[12]: [-1]}])
 def test_hostile_tokens_and_names_of_a_circuit_are_text(roles, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvlens.analyses.circuits.estimates.token_texts", lambda model, tokens: (HOSTILE * 9)[: len(tokens)])
+    monkeypatch.setattr("kvlens.analyses.circuits.circuit.token_texts", lambda model, tokens: (HOSTILE * 9)[: len(tokens)])
     piece = circuit_view(a_circuit(), [70], roles=roles, n_reasons=2, title=HOSTILE[0])
     script = f"""{CIRCUIT}
         named("1.2").dispatchEvent(new MouseEvent("click"));

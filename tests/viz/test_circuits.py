@@ -14,13 +14,14 @@ from kvlens.viz import circuit_view
 
 CLEAN = ["The widget is purple. The", "The gadget is purple. The", "The widget is purple."]
 CORRUPTED = ["The gadget is purple. The", "The widget is purple. The", "The gadget is purple."]
+ASKED = dict(answer=" widget", rival=" gadget")
 SIZES = [20, 40, 70]
 
 
 @pytest.fixture(scope="module")
 def found():
     """Of a model of two layers of three heads."""
-    return circuit(softmax(), CLEAN[:2], CORRUPTED[:2], (" widget", " gadget"), confirm=5)
+    return circuit(softmax(), CLEAN[:2], CORRUPTED[:2], **ASKED, confirm=5)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def shown(data, stop):
 
 def test_every_size_shows_the_edges_nodes_and_faithfulness_of_the_circuit_that_is_kept(found, data):
     shares = [(size + 0.5) / len(found.edges) for size in SIZES]
-    f = faithfulness(found, shares).table["faithfulness"]
+    f = faithfulness(found, shares, order="signed").table["faithfulness"]
     for i, (size, stop) in enumerate(zip(SIZES, data["stops"], strict=True)):
         small = found.keep(size)
         edges, nodes = small.edges.query("kept"), small.nodes.query("kept")
@@ -103,7 +104,7 @@ def grouped():
     from tiny_text_model import tiny_text_model
 
     model = tiny_text_model(attention="softmax", kv_shift=None, n_heads=4, n_key_value_heads=2, d_model=16)
-    return circuit(model, CLEAN[:2], CORRUPTED[:2], (" widget", " gadget"))
+    return circuit(model, CLEAN[:2], CORRUPTED[:2], **ASKED)
 
 
 def test_attention_is_the_models_and_reasons_are_those_of_why_attends(found, data):
@@ -146,8 +147,27 @@ def test_a_circuit_of_some_edges_is_shown_as_it_is(found):
     assert stop["metric"] == pytest.approx(float(small.measured().mean()), rel=LAW)
 
 
+@pytest.mark.parametrize(("order", "words"), [("signed", "by value"), ("absolute", "by size")])
+def test_it_says_by_which_order_edges_are_kept(found, order, words):
+    for piece in (circuit_view(found, SIZES, order=order, n_reasons=0), circuit_view(found.keep(20, order=order), n_reasons=0)):
+        data = data_of(piece)
+        assert f"its edges are the largest {words}" in piece.to_html() and {x["order"] for x in data["stops"]} == {order}
+    assert data["stops"][0]["metric"] == float(found.keep(20, order=order).measured().mean())
+
+
+def test_words_of_several_tokens_have_columns_behind_the_prompt():
+    """A shorter prompt whose answer is longer: what is read of it stands at the columns behind the longest prompt."""
+    words = dict(answer=[" widget", " gadget is purple"], rival=[" gadget", " widget is"])
+    several = circuit(softmax(), [CLEAN[0], CLEAN[2]], [CORRUPTED[0], CORRUPTED[2]], **words, method="eap")
+    data = data_of(circuit_view(several, SIZES, n_reasons=1))
+    assert len(data["columns"]) == several.by_position.shape[1] > len(data["tokens"]) == data["columns"].index("")
+    assert data["columns"][:-2] == data["tokens"] and {column for *_, column in data["nodes"]} <= set(
+        range(len(data["columns"]))
+    )
+
+
 def test_what_cannot_be_drawn_is_refused(found):
-    several = circuit(softmax(), CLEAN, CORRUPTED, (" widget", " gadget"), method="eap")
+    several = circuit(softmax(), CLEAN, CORRUPTED, **ASKED, method="eap")
     for make in (
         lambda: circuit_view(found, [70, 40]),
         lambda: circuit_view(found.keep(0)),
@@ -175,7 +195,7 @@ def test_a_long_prompt_shows_the_tokens_at_which_nodes_stand(found, monkeypatch)
 
 
 def test_tokens_that_are_hidden_in_the_corrupted_prompt_are_so_named():
-    found = circuit(softmax(), CLEAN[0], None, (" widget", " gadget"), without=[(4, 7)], method="eap")
+    found = circuit(softmax(), CLEAN[0], None, **ASKED, without=[(4, 7)], method="eap")
     data = data_of(circuit_view(found, SIZES, n_reasons=1))
     assert [i for i, text in enumerate(data["corrupted_tokens"]) if text is None] == [4, 5, 6]
     assert len(data["reasons"]) == 1 and len(data["patterns"]) > 1

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -11,14 +12,14 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import tokens
-from kvlens.analyses.circuits.estimates import SHARES
+from kvlens.analyses.circuits.faithfulness import SHARES
 from kvlens.analyses.circuits.graph import Graph
 from kvlens.analyses.circuits.passes import Pass
 from precision import LAW, relative_error
 from small_models import model_of, shared, sharp
 
 from kvlens import convert_prompt, counterfactuals, logits_after
-from kvlens.analyses import circuit, faithfulness
+from kvlens.analyses import circuit, faithfulness, prompt_attribution
 
 MODELS = [
     "softmax, learned",
@@ -37,6 +38,7 @@ CLEAN, CORRUPTED = tokens(24).reshape(3, 8), tokens(24, seed=5).reshape(3, 8)
 UNEQUAL = [*CLEAN[:2], CLEAN[2, :5]], [*CORRUPTED[:2], CORRUPTED[2, :5]]
 CLOSE = dict(rtol=LAW, atol=0)
 ANSWERS, RIVALS = torch.tensor([3, 4, 5]), torch.tensor([7, 8, 3])
+ASKED = dict(answer=ANSWERS, rival=RIVALS)
 
 
 def everything(logits):
@@ -296,7 +298,7 @@ def test_estimates_are_the_falls_where_the_model_is_linear(method):
     for block in model.blocks:
         for parameter in (block.attn.W_Q, block.attn.W_K, block.attn.b_Q, block.attn.b_K):
             parameter.zero_()
-    found = circuit(model, CLEAN, CORRUPTED, (ANSWERS, RIVALS), method=method, confirm=10**6)
+    found = circuit(model, CLEAN, CORRUPTED, **ASKED, method=method, confirm=10**6)
     estimates, falls = (torch.tensor(found.edges[column].to_numpy()) for column in ("estimate", "metric_fall"))
     assert relative_error(falls, estimates) < LAW and (estimates.abs() > 1e-3).sum() > 20
     assert (found.edges.query("input in ('q', 'k')")["metric_fall"] == 0).all()
@@ -309,7 +311,7 @@ def test_estimates_are_the_falls_where_the_model_is_linear(method):
 @pytest.mark.parametrize(("n", "n_mlps"), [(5, 2), (6, 1)])
 def test_a_circuit_of_nodes_corrupts_the_output_of_all_others(n, n_mlps):
     model = shared("softmax, learned")
-    found = circuit(model, CLEAN, CORRUPTED, (ANSWERS, RIVALS)).keep(n, by="nodes")
+    found = circuit(model, CLEAN, CORRUPTED, **ASKED).keep(n, by="nodes")
     order = found.nodes.query("node not in ('embedding', 'logits')").sort_values("estimate", ascending=False)
     out = set(order["node"][n:])
     _, cache = model.run_with_cache(CORRUPTED)
@@ -351,14 +353,14 @@ def slow_greedy(found, n, size):
 
 @pytest.mark.parametrize(("name", "size"), [("softmax, learned", abs), ("softmax, rotary, grouped", float)])
 def test_edges_are_kept_from_the_logits_down_and_those_that_lead_nowhere_change_nothing(name, size):
-    found = circuit(shared(name), CLEAN, CORRUPTED, (ANSWERS, RIVALS))
+    found = circuit(shared(name), CLEAN, CORRUPTED, **ASKED)
     where = places(found)
     for n in (0, 7, 30, 60):
         chosen = slow_greedy(found, n, size) if n else found.edges[:0]
         mask = torch.zeros_like(found.kept)
         for edge in zip(chosen["writer"], chosen["reader"], chosen["input"], strict=True):
             mask[where[edge]] = True
-        small = found.keep(n, absolute=size is abs)
+        small = found.keep(n, order="absolute" if size is abs else "signed")
         assert not (small.kept & ~mask).any() and torch.equal(small.kept, found.graph.pruned(mask))
         unpruned, pruned = found.measured(mask, small.kept)
         assert relative_error(pruned, unpruned) < LAW
@@ -375,33 +377,40 @@ def test_edges_are_kept_from_the_logits_down_and_those_that_lead_nowhere_change_
 def test_faithfulness_is_that_of_mib(by):
     """f at every share is of a circuit that is run, and both areas are sums of trapezoids between the shares."""
     model = shared("softmax, rotary, grouped")
-    found = circuit(model, CLEAN, CORRUPTED, (ANSWERS, RIVALS))
-    result = faithfulness(found, by=by, absolute=True)
-    f = result.table["faithfulness"].tolist()
+    found = circuit(model, CLEAN, CORRUPTED, **ASKED)
+    result = faithfulness(found, by=by)
+    of_order = {order: rows.reset_index(drop=True) for order, rows in result.table.groupby("order")}
+    f, g = (of_order[order]["faithfulness"].tolist() for order in ("signed", "absolute"))
     n_all = {"edges": len(found.edges), "nodes": len(found.nodes) - 2}[by]
     cpr = cmd = 0.0
     for i, (low, high) in enumerate(itertools.pairwise(SHARES)):
         cpr += (high - low) * (f[i] + f[i + 1]) / 2
-        cmd += (high - low) * (abs(1 - f[i]) + abs(1 - f[i + 1])) / 2
-    np.testing.assert_allclose([result.cpr, result.cmd, f[-1]], [cpr, cmd, 1], rtol=LAW)
-    assert result.table["n_kept"].tolist() == [int(share * n_all) for share in SHARES]
+        cmd += (high - low) * (abs(1 - g[i]) + abs(1 - g[i + 1])) / 2
+    np.testing.assert_allclose([result.cpr, result.cmd, f[-1], g[-1]], [cpr, cmd, 1, 1], rtol=LAW)
+    assert all(rows["n_kept"].tolist() == [int(share * n_all) for share in SHARES] for rows in of_order.values()) and f != g
     clean, corrupted = (differences(model, x).mean() for x in (CLEAN, CORRUPTED))
     np.testing.assert_allclose([result.clean, result.corrupted], [clean, corrupted], rtol=LAW)
-    half = found.keep(0.5, by=by, absolute=True).measured().mean()
-    assert f[-2] == pytest.approx(float((half - corrupted) / (clean - corrupted)), rel=1e-9)
-    others = CORRUPTED.flip(0), CLEAN, (ANSWERS, RIVALS)
+    for order, values in (("signed", f), ("absolute", g)):
+        half = found.keep(0.5, by=by, order=order).measured().mean()
+        assert values[-2] == pytest.approx(float((half - corrupted) / (clean - corrupted)), rel=1e-9)
+        alone = faithfulness(found, by=by, order=order)
+        pd.testing.assert_frame_equal(alone.table, of_order[order])
+        assert alone[1:3] == pytest.approx((cpr, math.nan) if order == "signed" else (math.nan, cmd), rel=LAW, nan_ok=True)
+    others = dict(prompt=CORRUPTED.flip(0), corrupted=CLEAN, **ASKED)
     elsewhere = faithfulness(found, [0.5, 1.0], by=by, pairs=others)
     assert elsewhere.corrupted == pytest.approx(result.clean, rel=1e-12) and elsewhere.clean != pytest.approx(result.corrupted)
 
 
-def test_circuits_at_sizes_are_those_that_are_kept_and_their_faithfulness_is_that_of_a_run():
-    found = circuit(shared("softmax, rotary, grouped"), CLEAN, CORRUPTED, (ANSWERS, RIVALS))
-    at = found.at_sizes([20, 0.5, 1.0])
-    half = faithfulness(found, [20.5 / len(found.edges), 0.5, 1.0])
+@pytest.mark.parametrize("order", ["signed", "absolute"])
+def test_circuits_at_sizes_are_those_that_are_kept_and_their_faithfulness_is_that_of_a_run(order):
+    found = circuit(shared("softmax, rotary, grouped"), CLEAN, CORRUPTED, **ASKED)
+    at = found.at_sizes([20, 0.5, 1.0], order=order)
+    half = faithfulness(found, [20.5 / len(found.edges), 0.5, 1.0], order=order)
+    assert set(at.table["order"]) == {order}
     np.testing.assert_allclose(at.table[["metric", "faithfulness"]], half.table[["metric", "faithfulness"]], rtol=LAW)
     assert (at.clean, at.corrupted) == (half.clean, half.corrupted)
     for row, one, size in zip(at.table.itertuples(), at.circuits, [20, 0.5, 1.0], strict=True):
-        assert torch.equal(one.kept, found.keep(size).kept)
+        assert torch.equal(one.kept, found.keep(size, order=order).kept)
         assert (row.n_edges, row.n_nodes) == (one.edges["kept"].sum(), one.nodes["kept"].sum())
     (alone,) = at.circuits[1].at_sizes().table.to_dict("records")
     assert alone == at.table.loc[1].to_dict()
@@ -409,7 +418,7 @@ def test_circuits_at_sizes_are_those_that_are_kept_and_their_faithfulness_is_tha
 
 def test_paths_are_the_widest_ways_and_take_no_estimate_twice():
     """By hand: 3 of 5 go through 0.1 to the logits at once, 2.5 through the MLP, and of what 0.1 has left, 1 through 1.2."""
-    found = circuit(shared("softmax, learned"), CLEAN, CORRUPTED, (ANSWERS, RIVALS), method="eap")
+    found = circuit(shared("softmax, learned"), CLEAN, CORRUPTED, **ASKED, method="eap")
     where, estimates = places(found), torch.zeros_like(found.estimates)
     sizes = {
         ("embedding", "0.1", "q"): -5.0,
@@ -442,7 +451,7 @@ def rows_kept(frame):
 @pytest.mark.parametrize("name", ["softmax, learned", "softmax, rotary, grouped", "softmax, no norm, attention only"])
 def test_as_a_graph_of_networkx_its_ways_are_those_of_the_circuit(name):
     """Rows are nodes and edges; a key-value head's keys lead to all heads of its group in the circuit, and to no other."""
-    found = circuit(shared(name), CLEAN, CORRUPTED, (ANSWERS, RIVALS)).keep(40)
+    found = circuit(shared(name), CLEAN, CORRUPTED, **ASKED).keep(40)
     graph, nodes, edges = found.to_networkx(), rows_kept(found.nodes), rows_kept(found.edges)
     rows = pd.DataFrame([row for _, _, row in graph.edges(data=True) if row])
     pd.testing.assert_frame_equal(rows.sort_values("estimate", key=abs, ascending=False, ignore_index=True), edges, **CLOSE)
@@ -460,7 +469,7 @@ def test_as_a_graph_of_networkx_its_ways_are_those_of_the_circuit(name):
 
 
 def test_as_json_it_has_the_rows_of_its_frames():
-    found = circuit(shared("softmax, learned"), *UNEQUAL, (ANSWERS, RIVALS), confirm=3).keep(40)
+    found = circuit(shared("softmax, learned"), *UNEQUAL, **ASKED, confirm=3).keep(40)
     read = json.loads(found.to_json([10, 20]))
     for name in ("nodes", "edges"):
         frame = rows_kept(getattr(found, name))
@@ -478,9 +487,9 @@ def test_as_json_it_has_the_rows_of_its_frames():
 
 def test_pairs_of_several_lengths_are_those_of_each_length_and_a_function_measures_as_well():
     model = shared("softmax, learned")
-    found = circuit(model, *UNEQUAL, (ANSWERS, RIVALS))
-    longer = circuit(model, CLEAN[:2], CORRUPTED[:2], (ANSWERS[:2], RIVALS[:2]))
-    shorter = circuit(model, UNEQUAL[0][2], UNEQUAL[1][2], (5, 3))
+    found = circuit(model, *UNEQUAL, **ASKED)
+    longer = circuit(model, CLEAN[:2], CORRUPTED[:2], answer=ANSWERS[:2], rival=RIVALS[:2])
+    shorter = circuit(model, UNEQUAL[0][2], UNEQUAL[1][2], answer=5, rival=3)
     assert relative_error(found.estimates, (2 * longer.estimates + shorter.estimates) / 3) < LAW
     by_position = 2 * longer.by_position  # counted from the last
     by_position[:, -5:] += shorter.by_position
@@ -504,7 +513,7 @@ def without_part(model):
 @pytest.mark.parametrize("name", WITHOUT)
 def test_without_a_part_no_edge_is_the_run_in_which_nobody_reads_it(name):
     model = shared(name)
-    found = circuit(model, CLEAN, None, (ANSWERS, RIVALS), without=PART)
+    found = circuit(model, CLEAN, None, **ASKED, without=PART)
     whole, empty, half = found.measured(found.graph.edges, torch.zeros_like(found.kept), found.keep(40).kept)
     last = without_part(model)[:, -1]
     assert relative_error(whole, differences(model, CLEAN)) < LAW
@@ -560,3 +569,140 @@ def test_under_a_bias_it_is_the_circuit_behind_its_prompt():
         whole, empty = found.measured(found.graph.edges, ~found.graph.edges)
         expected = everything(model(CLEAN)), everything(model(CORRUPTED))
     assert relative_error(whole, expected[0]) < LAW and relative_error(empty, expected[1]) < LAW
+
+
+PROMPT, TEXT, SPAN = tokens(9), tokens(4, seed=1), (2, 5)
+REPLACED = torch.cat([PROMPT[:2], tokens(3, seed=2), PROMPT[5:]])
+WORDS = dict(answer=torch.tensor([3, 7]), rival=torch.tensor([4, 1, 2]))
+"""Of several tokens, as many as words may have."""
+WITH_TEXT = {
+    "gqa decay": {},
+    "rope after": dict(n_layers=3),
+    "softmax, shifted": {},
+    "softmax, rotary, grouped": dict(parallel_attn_mlp=True, gated_mlp=True),
+}
+
+
+def patched(model, row, answer):
+    """log p of an answer behind prompt and text as they are, less that with one edge between heads path-patched at the prompt's
+    tokens, or at all: the sender's output from the other prompt, other heads and MLPs as they are; then what the receiver's
+    queries (keys, values) become."""
+    text, layers = torch.cat([TEXT, answer[:-1]]), range(model.cfg.n_layers)
+    z = [f"blocks.{layer}.attn.hook_z" for layer in layers]
+    mlps = [] if model.cfg.attn_only else [f"blocks.{layer}.hook_mlp_out" for layer in layers]
+    sender, receiver = z[row.writer_layer], f"blocks.{row.reader_layer}.attn.hook_{row.input}"
+    (before, own), (_, other) = (model.run_with_cache(torch.cat([prompt, text])[None]) for prompt in (PROMPT, REPLACED))
+
+    def score(logits):
+        return logits[0, -len(answer) :].log_softmax(dim=-1)[range(len(answer)), answer].sum()
+
+    for at in (slice(len(PROMPT)), slice(None)):
+        held, changed = {name: own[name].clone() for name in (*z, *mlps)}, []
+        held[sender][:, at, row.writer_head] = other[sender][:, at, row.writer_head]
+        hooks = [(name, lambda x, hook, held=held: held[hook.name]) for name in held]
+        see = [(receiver, lambda x, hook, changed=changed: changed.append(x.clone()))]
+        model.run_with_hooks(torch.cat([PROMPT, text])[None], fwd_hooks=[*hooks, *see])
+        mixed = own[receiver].clone()
+        mixed[:, :, row.reader_head] = changed[0][:, :, row.reader_head]
+        after = model.run_with_hooks(torch.cat([PROMPT, text])[None], fwd_hooks=[(receiver, lambda x, hook, x_=mixed: x_)])
+        yield score(before) - score(after)
+
+
+@pytest.mark.parametrize("name", WITH_TEXT)
+def test_an_edge_between_heads_is_path_patching_at_the_tokens_of_the_prompt_and_at_all(name):
+    """Of answer and rival, of several tokens each, which the model reads one behind the other."""
+    model = sharp(name, **WITH_TEXT[name])
+    edges = circuit(model, PROMPT, REPLACED, text=TEXT, **WORDS, method="eap", confirm=80).edges
+    confirmed = edges.query("writer_head >= 0 and reader_head >= 0 and metric_fall.notna()")
+    rows = pd.concat([of.head(2) for _, of in confirmed.groupby("input")])
+    assert set(rows["input"]) == {"q", "k", "v"} and rows["metric_fall"].abs().max() > 0.01
+    for row in rows.itertuples():
+        falls = [a - b for a, b in zip(*(patched(model, row, answer) for answer in WORDS.values()), strict=True)]
+        assert [row.metric_fall_in_prompt, row.metric_fall] == pytest.approx([float(fall) for fall in falls], abs=1e-10)
+
+
+@pytest.mark.parametrize("name", ["softmax, learned", "gqa decay", "softmax, shifted, grouped"])
+def test_behind_a_text_it_carries_the_total_effect_of_a_part_of_the_prompt(name):
+    """As attribution measures it, with words of several tokens, one token, no rival, and the most probable next token; of
+    several prompts it is the mean."""
+    model, given = sharp(name), dict(text=TEXT, without=[SPAN], method="eap")
+    for asked in (WORDS, {**WORDS, "rival": 5}, dict(answer=3), dict(answer=3, rival=7), {}):
+        found = circuit(model, PROMPT, **given, **asked)
+        whole, empty = found.measured(found.graph.edges, torch.zeros_like(found.kept)).flatten()
+        effect = prompt_attribution(model, PROMPT, TEXT, by=[SPAN], **asked)["total_effect"][0]
+        assert float(whole - empty) == pytest.approx(effect, abs=1e-10) and abs(effect) > 1e-3
+    other = torch.cat([PROMPT, PROMPT[:2]]), TEXT[:3]
+    alone = circuit(model, other[0], text=other[1], without=[SPAN], method="eap", answer=[5, 2], rival=[7])
+    words = dict(answer=[3, [5, 2]], rival=[torch.tensor([4, 1, 2]), 7])
+    both = circuit(model, [PROMPT, other[0]], text=[TEXT, other[1]], without=[SPAN], method="eap", **words)
+    first = circuit(model, PROMPT, **given, answer=3, rival=WORDS["rival"])
+    assert relative_error(both.estimates, (first.estimates + alone.estimates) / 2) < LAW
+    assert relative_error(both.in_prompt, (first.in_prompt + alone.in_prompt) / 2) < LAW
+    assert relative_error(both.by_position.sum(dim=1), both.estimates.sum(dim=1)) < LAW
+
+
+def test_a_rival_is_subtracted_token_by_token_from_where_the_answer_begins():
+    model, given = sharp("softmax, rotary, grouped"), dict(text=TEXT, method="eap_ig", steps=2, confirm=3)
+    both = circuit(model, PROMPT, REPLACED, **given, **WORDS)
+    answer, rival = (circuit(model, PROMPT, REPLACED, **given, answer=WORDS[name]) for name in ("answer", "rival"))
+    for name in ("estimates", "in_prompt"):
+        assert relative_error(getattr(both, name), getattr(answer, name) - getattr(rival, name)) < LAW
+    n = len(PROMPT) + len(TEXT)
+    assert [x.by_position.shape[1] for x in (both, answer, rival)] == [n + 2, n + 1, n + 2]
+    by_position = torch.nn.functional.pad(answer.by_position, (0, 1)) - rival.by_position
+    assert relative_error(both.by_position, by_position) < LAW
+    assert not (both.edges["metric_fall_in_prompt"].isna() & both.edges["metric_fall"].notna()).any()
+
+
+def test_estimates_in_the_prompt_are_the_falls_there_where_the_model_is_linear():
+    model = sharp("softmax, no norm, attention only", n_layers=3)
+    for block in model.blocks:
+        for parameter in (block.attn.W_Q, block.attn.W_K, block.attn.b_Q, block.attn.b_K):
+            parameter.zero_()
+    edges = circuit(model, PROMPT, REPLACED, text=TEXT, answer=3, rival=7, confirm=10**6).edges
+    of_prompt, falls = (torch.tensor(edges[column].to_numpy()) for column in ("estimate_in_prompt", "metric_fall_in_prompt"))
+    assert relative_error(falls, of_prompt) < LAW and (of_prompt.abs() > 1e-3).sum() > 10
+    assert ((edges["estimate"] - edges["estimate_in_prompt"]).abs() > 1e-3).sum() > 10
+    assert circuit(model, PROMPT, REPLACED, answer=3, rival=7).edges["estimate_in_prompt"].isna().all()
+
+
+GROUPED = ["softmax, rotary, grouped", "softmax, shifted, grouped", "gqa"]
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize("given", [dict(corrupted=CORRUPTED), dict(without=PART), dict(without=PART, text=TEXT)])
+def test_by_query_head_estimates_add_up_and_circuits_are_those_of_the_group(name, given):
+    """Every query head of a group has edges into keys and values of its own; all of them cut, or kept, are the group's."""
+    model = shared(name)
+    ours, theirs = (circuit(model, CLEAN, **given, **ASKED, by_query_head=one, steps=2) for one in (False, True))
+    group = model.cfg.n_heads // model.cfg.n_key_value_heads
+    found = {reader: i for i, reader in enumerate(ours.graph.readers)}
+    of_group = [
+        found[reader._replace(head=reader.head // group) if reader.input in ("k", "v") else reader]
+        for reader in theirs.graph.readers
+    ]
+    assert len(of_group) == len(found) + 2 * model.cfg.n_layers * (model.cfg.n_heads - model.cfg.n_key_value_heads)
+    of_prompts = [(ours.in_prompt, theirs.in_prompt)] if "text" in given else []
+    for mine, by_head in [
+        (ours.estimates, theirs.estimates),
+        *of_prompts,
+    ]:
+        added = torch.zeros_like(mine).index_add(1, torch.tensor(of_group), by_head)
+        assert relative_error(added, mine) < LAW
+    half = torch.rand(ours.kept.shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    assert relative_error(theirs.measured(half[:, of_group]), ours.measured(half)) < LAW
+    assert theirs.keep(60).kept.any() and not model.cfg.ungroup_grouped_query_attention
+    assert set(theirs.edges.query("input == 'k'")["reader_head"]) == set(range(model.cfg.n_heads))
+    keys = theirs.edges.query("input == 'k' and reader_layer == 1")
+    assert keys.groupby("writer")["estimate"].nunique().max() > model.cfg.n_key_value_heads
+
+
+def test_by_query_head_under_a_bias_and_where_no_keys_are_shared():
+    model = shared("softmax, rotary, grouped")
+    with model.kv_bias(convert_prompt(model, tokens(6, seed=3))):
+        found = circuit(model, CLEAN, CORRUPTED, everything, by_query_head=True, method="eap")
+        whole, empty = found.measured(found.graph.edges, ~found.graph.edges)
+        expected = everything(model(CLEAN)), everything(model(CORRUPTED))
+    assert relative_error(whole, expected[0]) < LAW and relative_error(empty, expected[1]) < LAW
+    plain, same = (circuit(shared("softmax, learned"), CLEAN, CORRUPTED, everything, by_query_head=x) for x in (False, True))
+    assert torch.equal(plain.estimates, same.estimates)

@@ -1,123 +1,15 @@
-"""Edges between heads are those of path patching written out pass by pass; what is refused, and what the order is worth.
-
-A circuit built by hand, on which the answer's sentences, heads and positions are known, and every effect has a formula.
-"""
+"""A circuit built by hand, on which the answer's sentences, heads, positions and edges are known, and effects have formulas."""
 
 import math
 from collections import Counter
 
 import pytest
 import torch
-from analysis_models import tokens
-from pandas.testing import assert_frame_equal
-from small_models import sharp
 
 from kvlens import explain
-from kvlens.analyses import attribution_by_edge, attribution_by_head, attribution_by_position, prompt_attribution
-from kvlens.components import hidden_tokens_keep_positions
+from kvlens.analyses import attribution_by_head, attribution_by_position, circuit, prompt_attribution
 from kvlens.model.config import KVShiftConfig
 from kvlens.papers.kvsa.constructed_models import model_of_zeros
-
-EXACT = 1e-10
-PROMPT, TEXT, SPAN = tokens(9), tokens(4, seed=1), (2, 5)
-OTHER = tokens(3, seed=2)
-MODELS = {
-    "gqa decay": {},
-    "rope after": dict(n_layers=3),
-    "softmax, shifted": {},
-    "softmax, rotary, grouped": dict(parallel_attn_mlp=True, gated_mlp=True),
-    "softmax, norms behind heads": {},
-}
-
-
-def run(model, text, hooks, keep=(), mask=None, prompt=PROMPT):
-    """log p of every token behind prompt and text, and what passed some hook points."""
-    seen = {}
-
-    def see(x, hook):
-        seen[hook.name] = x.clone()
-
-    mask = torch.ones(1, len(prompt) + len(text), dtype=torch.long) if mask is None else mask
-    with hidden_tokens_keep_positions(True):
-        logits = model.run_with_hooks(
-            torch.cat([prompt, text])[None], attention_mask=mask, fwd_hooks=[*hooks, *((name, see) for name in keep)]
-        )
-    return logits[0].log_softmax(dim=-1), seen
-
-
-def naive_effect(model, row, *, answer, replaced: bool, through_mlps: bool) -> float:
-    """Two passes over all tokens through all layers, by whole tensors."""
-    text, n = torch.cat([TEXT, answer[:-1]]), len(answer)
-    layers = range(model.cfg.n_layers)
-    z = [f"blocks.{layer}.attn.hook_z" for layer in layers]
-    mlps = [] if through_mlps else [f"blocks.{layer}.hook_mlp_out" for layer in layers]
-    mask, prompt = torch.ones(1, len(PROMPT) + len(text), dtype=torch.long), PROMPT.clone()
-    gone = slice(*SPAN)
-    if replaced:
-        prompt[gone] = OTHER
-    else:
-        mask[:, gone] = 0
-    point = f"blocks.{row.receiver_layer}.attn.hook_{row.input}"
-    before, own = run(model, text, [], [*z, *mlps, point])
-    _, theirs = run(model, text, [], z, mask, prompt)
-    sender = z[row.sender_layer]
-    if not replaced:
-        theirs[sender][:, gone] = 0
-    at = slice(0, len(PROMPT)) if row.where == "prompt" else slice(len(PROMPT), None)
-    patched = {name: own[name].clone() for name in (*z, *mlps)}
-    patched[sender][:, at, row.sender_head] = theirs[sender][:, at, row.sender_head]
-    _, changed = run(model, text, [(name, lambda x, hook: patched[hook.name]) for name in patched], [point])
-    mixed = own[point].clone()
-    mixed[:, :, row.receiver_head] = changed[point][:, :, row.receiver_head]
-    after, _ = run(model, text, [(point, lambda x, hook: mixed)])
-    scores = [x[torch.arange(len(x) - n, len(x)), answer].sum() for x in (before, after)]
-    return float(scores[0] - scores[1])
-
-
-@pytest.mark.parametrize("through_mlps", [True, False])
-@pytest.mark.parametrize("name", MODELS)
-@torch.no_grad()
-def test_every_effect_is_that_of_path_patching_written_out(name, through_mlps):
-    model, replaced, answer = sharp(name, **MODELS[name]), through_mlps, torch.tensor([3, 7])
-    given = dict(by=[SPAN], answer=answer, replace_by={SPAN: OTHER} if replaced else None, through_mlps=through_mlps)
-    table = attribution_by_edge(model, PROMPT, TEXT, n_confirmed=None, **given)
-    n, kv, layers = model.cfg.n_heads, model.cfg.n_key_value_heads or model.cfg.n_heads, model.cfg.n_layers
-    assert len(table) == math.comb(layers, 2) * 2 * n * (n + 2 * kv) and table["effect"].abs().max() > 0.01
-    assert not table.duplicated(["sender_layer", "sender_head", "where", "receiver_layer", "receiver_head", "input"]).any()
-    for row in table.iloc[:: max(1, len(table) // 12)].itertuples():
-        expected = naive_effect(model, row, answer=answer, replaced=replaced, through_mlps=through_mlps)
-        assert row.effect == pytest.approx(expected, abs=EXACT)
-    fewer = attribution_by_edge(model, PROMPT, TEXT, n_confirmed=5, **given)
-    table.loc[5:, "effect"] = math.nan
-    assert_frame_equal(fewer, table, rtol=0, atol=EXACT)
-
-
-def test_the_estimate_is_the_effect_where_changes_are_small():
-    """The estimate's error falls with the square of what the senders write, and the effect in proportion to it."""
-    errors = []
-    for size in (1e-4, 1e-5):
-        model = sharp(attention="softmax", kv_shift=None)
-        with torch.no_grad():
-            model.blocks[0].attn.W_O.mul_(size)
-        table = attribution_by_edge(model, PROMPT, TEXT, by=[SPAN], answer=3, n_confirmed=None)
-        errors.append(((table["estimate"] - table["effect"]).abs().max(), table["effect"].abs().max()))
-    assert errors[1][0] < 0.02 * errors[0][0] and errors[0][0] < 0.01 * errors[0][1]
-
-
-def test_a_rival_is_subtracted_and_units_are_separate():
-    model = sharp()
-
-    def table(by=(SPAN, (6, 8)), **given):
-        found = attribution_by_edge(model, PROMPT, TEXT, by=list(by), n_confirmed=None, **given)
-        return found.sort_values(list(found.columns[: found.columns.get_loc("estimate")]), ignore_index=True)
-
-    rival = torch.tensor([4, 1])
-    both, answer, other = (table(**given) for given in (dict(answer=3, rival=rival), dict(answer=3), dict(answer=rival)))
-    for column in ("estimate", "effect", "whole"):
-        assert both[column].tolist() == pytest.approx((answer[column] - other[column]).tolist(), abs=EXACT)
-    alone = table([(6, 8)], answer=3)
-    assert_frame_equal(alone.assign(unit=1), answer.query("unit == 1").reset_index(drop=True))
-
 
 BOX, CELLAR, SACK, BARN, KEY, COIN, REST = range(7)
 N_TOKENS, STRENGTH = 8, 6.0
@@ -184,7 +76,7 @@ def sigma(request):
 
 
 @pytest.fixture(scope="module")
-def circuit(sigma):
+def by_hand(sigma):
     return built(sigma)
 
 
@@ -193,32 +85,32 @@ def mean_of(tokens: list[int]) -> dict[int, float]:
     return {token: STRENGTH * n / len(tokens) for token, n in Counter(tokens).items()}
 
 
-def outer_effect(circuit) -> float:
+def outer_effect(by_hand) -> float:
     """Of the sentence that says where the box is."""
     found = log_p({CELLAR: STRENGTH}, CELLAR)
-    if circuit.cfg.attention == "linear":
+    if by_hand.cfg.attention == "linear":
         return found - log_p({}, CELLAR)
     prompt = STORY.tolist()  # without it the note at "box" is the mean of all tokens up to there
     return found - log_p(mean_of(prompt[:2] + prompt[4 : NOTE + 1]), CELLAR)
 
 
-def test_both_sentences_are_the_cause_and_no_other_and_the_text_reads_one_of_them(circuit):
+def test_both_sentences_are_the_cause_and_no_other_and_the_text_reads_one_of_them(by_hand):
     """What was noted while the prompt was read has no knockout effect."""
-    table = prompt_attribution(circuit, STORY, ASKED, by=SPANS, answer=CELLAR)
-    assert int(circuit(torch.cat([STORY, ASKED])[None])[0, -1].argmax()) == CELLAR
+    table = prompt_attribution(by_hand, STORY, ASKED, by=SPANS, answer=CELLAR)
+    assert int(by_hand(torch.cat([STORY, ASKED])[None])[0, -1].argmax()) == CELLAR
     effects, knockout = table["total_effect"].tolist(), table["knockout_effect"].tolist()
-    assert effects[OUTER] == pytest.approx(outer_effect(circuit), abs=BY_FORMULA)
+    assert effects[OUTER] == pytest.approx(outer_effect(by_hand), abs=BY_FORMULA)
     assert set(table["total_effect"].nlargest(2).index) == {OUTER, INNER}
     assert max(abs(effects[unit]) for unit in (0, 2, 4)) < BY_FORMULA
-    if circuit.cfg.attention == "linear":
-        assert effects[INNER] == pytest.approx(outer_effect(circuit), abs=BY_FORMULA)
+    if by_hand.cfg.attention == "linear":
+        assert effects[INNER] == pytest.approx(outer_effect(by_hand), abs=BY_FORMULA)
     assert abs(knockout[OUTER]) < BY_FORMULA < 1.0 < knockout[INNER]
 
 
-def test_the_one_head_that_reads_the_note_has_the_whole_effect(circuit):
-    heads = attribution_by_head(circuit, STORY, ASKED, by=SPANS, answer=CELLAR)
+def test_the_one_head_that_reads_the_note_has_the_whole_effect(by_hand):
+    heads = attribution_by_head(by_hand, STORY, ASKED, by=SPANS, answer=CELLAR)
     # With softmax and without the inner sentence nothing is found, and the text's own note, of L0H0, counts like any other.
-    for unit in (OUTER, INNER) if circuit.cfg.attention == "linear" else (OUTER,):
+    for unit in (OUTER, INNER) if by_hand.cfg.attention == "linear" else (OUTER,):
         of_unit = heads[(heads["unit"] == unit) & (heads["part"] == "head")].set_index(["layer", "head"])
         whole = of_unit["whole"].iloc[0]
         assert whole > 1.0
@@ -229,8 +121,8 @@ def test_the_one_head_that_reads_the_note_has_the_whole_effect(circuit):
     assert heads[heads["unit"].isin([0, 2, 4])]["swap"].abs().max() < BY_FORMULA
 
 
-def test_the_note_is_the_one_position_that_is_read(circuit):
-    table = attribution_by_position(circuit, STORY, ASKED, by=SPANS, answer=CELLAR, each_layer=True)
+def test_the_note_is_the_one_position_that_is_read(by_hand):
+    table = attribution_by_position(by_hand, STORY, ASKED, by=SPANS, answer=CELLAR, each_layer=True)
     outer = table[(table["unit"] == OUTER) & (table["part"] == "position")]
     for layer, size in ((-1, 1.0), (0, 0.0), (1, 1.0)):
         swaps = outer[outer["layer"] == layer].set_index("prompt_position")["swap"]
@@ -243,14 +135,14 @@ def test_the_note_is_the_one_position_that_is_read(circuit):
     assert not noted["in_unit"] and not noted["in_shift_window"]
     inner = table[(table["unit"] == INNER) & (table["part"] == "position") & (table["layer"] == -1)]
     assert inner.loc[inner["swap"].idxmax(), "prompt_position"] == NOTE
-    if circuit.cfg.attention == "linear":
+    if by_hand.cfg.attention == "linear":
         assert inner["swap"].max() == pytest.approx(inner["whole"].iloc[0], abs=BY_FORMULA)
         assert inner.set_index("prompt_position")["swap"].drop(NOTE).abs().max() < BY_FORMULA
 
 
-def test_an_explanation_of_the_circuit_is_its_sentences_its_layer_and_its_head(circuit):
+def test_an_explanation_of_the_circuit_is_its_sentences_its_layer_and_its_head(by_hand):
     """Either sentence loses the answer, and no other; the layer and the head that read the note do, too."""
-    found = explain(circuit, STORY, torch.tensor([KEY]), by=SPANS, answer=torch.tensor([CELLAR]), depth="heads")
+    found = explain(by_hand, STORY, torch.tensor([KEY]), by=SPANS, answer=torch.tensor([CELLAR]), depth="heads")
 
     def lost(about: str) -> list[str]:
         """By log-probability: what is said instead may be the same token, as in the linear circuit all are equal then."""
@@ -258,8 +150,8 @@ def test_an_explanation_of_the_circuit_is_its_sentences_its_layer_and_its_head(c
         return each.loc[(each["nats"] > 1.0) & (each["gap"] == "kept"), "parts"].tolist()
 
     assert lost("units") == [str(OUTER), str(INNER)]
-    assert set(found.cause) <= {OUTER, INNER} and (found.cause or circuit.cfg.attention == "linear")
-    if (circuit.cfg.attention == "linear" and found.cause) or found.cause == (OUTER,):
+    assert set(found.cause) <= {OUTER, INNER} and (found.cause or by_hand.cfg.attention == "linear")
+    if (by_hand.cfg.attention == "linear" and found.cause) or found.cause == (OUTER,):
         assert lost("layers") == ["1"] and lost("heads") == ["1.0"]
 
 
@@ -292,11 +184,16 @@ def test_the_edge_that_carries_the_note_is_found_and_no_other(input_, where, ask
     """The note is "cellar", at the "box" of "key box", or "box", at the text's "key"."""
     model, text = reads_the_note_by(input_, sigma), torch.tensor([asked])
     assert int(model(torch.cat([STORY, text])[None])[0, -1].argmax()) == answer
-    table = attribution_by_edge(model, STORY, text, by=[SPANS[unit]], answer=answer, n_confirmed=None)
-    edge = table.iloc[0]
-    names = ["sender_layer", "sender_head", "where", "receiver_layer", "receiver_head", "input"]
-    assert edge[names].tolist() == [0, 0, where, 1, 0, input_] and edge["effect"] > 1.0
-    assert len(table) == 2 * 2 * 2 * 3 and table["effect"][1:].abs().max() < BY_FORMULA
-    assert table["estimate"][1:].abs().max() < BY_FORMULA
+    found = circuit(model, STORY, text=text, without=[SPANS[unit]], answer=answer, confirm=10**6)
+    edges = found.edges.query("writer_head >= 0 and reader_head >= 0")
+    edge = edges.loc[edges["metric_fall"].idxmax()]
+    assert edge[["writer", "reader", "input"]].tolist() == ["0.0", "1.0", input_] and edge["metric_fall"] > 1.0
+    others = edges.drop(edge.name)
+    assert len(others) == 2 * 2 * 3 - 1 and others["metric_fall"].abs().max() < BY_FORMULA
+    assert (edge["metric_fall_in_prompt"] > 1.0) if where == "prompt" else (abs(edge["metric_fall_in_prompt"]) < BY_FORMULA)
+    assert others["metric_fall_in_prompt"].abs().max() < BY_FORMULA
     if sigma is None:
-        assert edge["effect"] == pytest.approx(edge["whole"], abs=BY_FORMULA)
+        whole, empty = found.measured(found.graph.edges, torch.zeros_like(found.kept)).flatten()
+        assert edge["metric_fall"] == pytest.approx(float(whole - empty), abs=BY_FORMULA)
+        assert where == "text" or edge["metric_fall_in_prompt"] == pytest.approx(edge["metric_fall"], abs=BY_FORMULA)
+        assert others["estimate"].abs().max() < BY_FORMULA < edge["estimate"]
