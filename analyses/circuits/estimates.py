@@ -206,8 +206,8 @@ def _gradients(
     EDGES,
     "which heads and MLPs read which others where two prompts differ: all edges, by attribution",
     cost="both prompts once, the clean one also for an answer that is not given, and with gradients once for each step (5; one "
-    "for eap); to confirm edges, both again and once for each, with a text twice; all that for answer and rival apart where one "
-    "has several tokens; the first pair three times more, as a check",
+    "for eap); to confirm edges, both again and once for each, with a text twice; all that twice for a rival, where words are "
+    "of several tokens; the first pair three times more, as a check",
     of=circuit,
     inputs={
         "prompt": PROMPT_OR_CHAT,
