@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from textwrap import fill
 
 import matplotlib.pyplot as plt
 import torch
@@ -106,3 +107,11 @@ share.round(3)
 # %% [markdown]
 # You can run any analysis in this way (`kvlens analyse` lists them, and `README.md` in this folder says which one answers which question),
 # including your own: `CONTRIBUTING.md` has a complete example.
+#
+# ## Answer
+
+# %%
+share_of = {n: f"{100 * right[n]:.0f} % (standard error {100 * uncertain[n]:.0f})" for n in LENGTHS}
+print(fill(f"""At least {LENGTHS[-1]}, in the sense that the bias loses none that the model can use: the converted story gives the same answers as the story itself for
+{int((answers[answers["condition"] == "converted"]["right"].to_numpy() == answers[answers["condition"] == "with_prompt"]["right"].to_numpy()).sum())} of {len(LENGTHS) * N_STORIES} stories. How many the model answers falls with the number of facts: {", ".join(f"{share_of[n]} with {n}" for n in LENGTHS)}.
+Without the story it answers {100 * share["without_prompt"].max():.0f} %.""", 100))
