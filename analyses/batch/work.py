@@ -100,7 +100,9 @@ def load_analysis(name: str, folder: str | None = None) -> "Analysis":
     except ModuleNotFoundError as error:
         if error.name is None or not f"{path}.".startswith(f"{error.name}."):
             raise
-        raise KVLensError(f"analysis: there is no module {path!r}") from error
+        raise KVLensError(
+            f"analysis: there is no module {path!r} here; run the command in the folder that holds it, or install it"
+        ) from error
     analysis = _declared(getattr(module, attribute, None))
     if analysis is None:
         held = [found for found, value in vars(module).items() if _declared(value) is not None]
