@@ -216,4 +216,4 @@ pairs.nlargest(3, "score").round(3)
 copying = copying.set_index("head")
 print(fill(f"""Yes, with KV shift: after {settings["steps"]} steps one layer predicts {100 * accuracy["shifted"]:.0f} % of the held-out tokens, a plain one {100 * accuracy["plain"]:.0f} %.
 You can tell by three things that agree on heads {" and ".join(map(str, copying.index))}: the learned coefficients (head {nearest}: alpha_2 {copying.loc[nearest, "alpha_2"]:.2f}, beta_1 {copying.loc[nearest, "beta_1"]:.2f}),
-the attention to the token after the earlier copy ({scores.loc["prefix_matching", "score"].loc[0][list(copying.index)].min():.2f} or more), and the loss without the head (+{copying["loss_change"].min():.2f} nats or more).""", 100))
+the attention to the token after the earlier copy ({scores.loc[[("prefix_matching", 0, head) for head in copying.index], "score"].min():.2f} or more), and the loss without the head (+{copying["loss_change"].min():.2f} nats or more).""", 100))
