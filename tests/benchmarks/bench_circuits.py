@@ -425,12 +425,15 @@ def rows_of(cache: Path) -> Iterator[str]:
         own = json.loads((cache / "circuitkit_own-ends.json").read_text()) if method == "circuitkit_own" else ends
         f, cpr, cmd = drawn[method, by, order] = drawn_areas(json.loads(path.read_text()), own)
         at = " | ".join(f"{f[0, SHARES.index(share)]:.2f}" for share in SHOWN)
-        yield f"| {by} | {method} | {order} | {interval(cpr)} | {interval(cmd)} | {at} |"
+        of_mib = {"signed": cpr, "absolute": cmd}  # CPR is of the order by value, CMD of that by size
+        both = [interval(x) if name == order or method.startswith("random") else "" for name, x in of_mib.items()]
+        yield f"| {by} | {method} | {order} | {' | '.join(both)} | {at} |"
     yield ""
     for method, by, order in drawn:
         if method != "eap_ig" and ("eap_ig", by, order) in drawn:
-            gaps = [interval(a - b) for a, b in zip(drawn["eap_ig", by, order][1:], drawn[method, by, order][1:], strict=True)]
-            yield f"eap_ig less {method}, {by}, {order}: CPR {gaps[0]}, CMD {gaps[1]}"
+            name, at = {"signed": ("CPR", 1), "absolute": ("CMD", 2)}[order]
+            gap = interval(drawn["eap_ig", by, order][at] - drawn[method, by, order][at])
+            yield f"eap_ig less {method}, {by}, {order}: {name} {gap}"
 
 
 def main(argv: list[str] | None = None) -> None:
