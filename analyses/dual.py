@@ -25,7 +25,7 @@ Source: DUAL th. 3.1, eq. 9 (steps); th. 3.2 (bound; the version with negative s
 import pandas as pd
 import torch
 
-from kvlens import HookedKVTransformer
+from kvlens import KVModel
 from kvlens.checks import Count, Seed, checked
 from kvlens.dual import DualModel, check_attention, demonstration_figures, dual_figures
 from kvlens.texts import token_texts
@@ -37,7 +37,7 @@ from .segments import heads_of_model
 from .sequences import PromptTokens, prompt_sequence
 
 
-def has_dual_model(model: HookedKVTransformer) -> None:
+def has_dual_model(model: KVModel) -> None:
     """Raise KVLensError for an attention without a known dual model, before any prompt of a batch is run."""
     check_attention(model, 1)
 
@@ -81,7 +81,7 @@ LOSSES = Columns(
 @checked
 @torch.no_grad()
 def dual_losses(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: PromptTokens,
     *,
     n_demonstrations: int | None = None,
@@ -151,7 +151,7 @@ DEMONSTRATIONS = Columns(
 @checked
 @torch.no_grad()
 def dual_demonstrations(
-    model: HookedKVTransformer, prompt: PromptTokens, *, query_pos: int = -1, n_demonstrations: int | None = None
+    model: KVModel, prompt: PromptTokens, *, query_pos: int = -1, n_demonstrations: int | None = None
 ) -> pd.DataFrame:
     """Measure the contribution of every demonstration to every head's step.
 
@@ -221,7 +221,7 @@ BOUND = Columns(
 @checked
 @torch.no_grad()
 def dual_bound(
-    model: HookedKVTransformer,
+    model: KVModel,
     prompt: PromptTokens,
     *,
     layer: int = 0,
@@ -262,7 +262,7 @@ def dual_bound(
             "layer": layer,
             "head": head,
             "n_demonstrations": sizes,
-            "d_output": model.cfg.d_head,
+            "d_output": dual.labels.shape[1],
             "n_negative": n_negative,
             "beta": float(beta),
             "delta": float(delta),

@@ -78,16 +78,16 @@ _PROJECTIONS = (
     "it changes the queries, keys and values of one head and holds the outputs of others, and a recurrent layer has no hook "
     "points for the former, and behind its heads a gate that reads the residual stream"
 )
-_DUAL = "the dual model is derived for the parameters and feature maps of a HookedKVTransformer"
+_DUAL = "its dual model is that of a whole layer's softmax or linear attention, and a recurrent layer's state is neither"
 _PROBES = "prompts with keys of their own are compared by a text's queries, as HookedKVTransformer's hook points show them"
 
 NOT_ON: Mapping[str, Mapping[str, str]] = {
     "bias_interactions": _not_on_the_bridge(_PROBES),
     "circuit": {RECURRENT: _PROJECTIONS},
     "composition": {RECURRENT: _WEIGHTS},
-    "dual_bound": _not_on_the_bridge(_DUAL),
-    "dual_demonstrations": _not_on_the_bridge(_DUAL),
-    "dual_losses": _not_on_the_bridge(_DUAL),
+    "dual_bound": {RECURRENT: _DUAL},
+    "dual_demonstrations": {RECURRENT: _DUAL},
+    "dual_losses": {RECURRENT: _DUAL},
     "state_erasure": {HOOKED: _NO_STATE, SOFTMAX: _NO_STATE},
     "state_half_lives": {HOOKED: _NO_STATE, SOFTMAX: _NO_STATE},
     "state_memory": {HOOKED: _NO_STATE, SOFTMAX: _NO_STATE},

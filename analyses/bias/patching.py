@@ -232,9 +232,9 @@ def activation_patching(
     readings = _readings(model, text, answer, rival) if metric is None else [(text, metric)]
     patches = patches_of(model, corrupted, _points_of(model, points, clean, corrupted))
     donors = _donors(clean, corrupted)
-    patching = _Patching(model, donors, patches, HeadExchange(donors["corrupted"], *donors.values()))
+    of_all = model, donors, patches, HeadExchange(donors["corrupted"], *donors.values())
     with progress("activation_patching") as tell:
-        runs = [patching.run(*reading, part_of(tell, i, len(readings))) for i, reading in enumerate(readings)]
+        runs = [_run(*of_all, *reading, part_of(tell, i, len(readings))) for i, reading in enumerate(readings)]
     clean_metric, corrupted_metric, metrics = (sum(values) for values in zip(*runs, strict=True))
     gap = clean_metric - corrupted_metric
     return COLUMNS.frame(
@@ -248,32 +248,37 @@ def activation_patching(
     )
 
 
-class _Patching(NamedTuple):
-    """What is patched: prompts by the point that they replace, the patches, and the corrupted prompt's parts."""
+def _run(
+    model: KVModel,
+    donors: Mapping[str, KVBias],
+    patches: Sequence[Patch],
+    exchange: HeadExchange,
+    text: Int[Tensor, " pos"],
+    metric: Metric,
+    tell: OnProgress,
+) -> tuple[float, float, pd.Series]:
+    """The metric on a text under the clean prompt, under the corrupted one, and of each patch.
 
-    model: KVModel
-    donors: dict[str, KVBias]
-    patches: list[Patch]
-    exchange: HeadExchange
-
-    def run(self, text: Int[Tensor, " pos"], metric: Metric, tell: OnProgress) -> tuple[float, float, pd.Series]:
-        """The metric on a text under the clean prompt, under the corrupted one, and of each patch."""
-        clean_metric, of_clean = _clean_run(self.model, self.donors["prompt"], text, metric)
-        sources = _identity_coefficients(self.model) | of_clean
-        with self.model.kv_bias(self.donors["corrupted"]):
-            corrupted_metric = _values(metric, text_logits(self.model, None, text)[None])[0]
-        order, values = list[int](), list[float]()
-        for batched, size in ((True, None), (False, 1)):
-            chosen = [number for number, (point, *_) in enumerate(self.patches) if has_batch_axis(point) is batched]
-            order += chosen
-            of_chosen = [self.patches[number] for number in chosen]
-            rows = _replaced(self.exchange, of_chosen, list(self.donors))
-            hooks_of = partial(_patch_hooks, of_chosen, sources)
-            first = [max(layer, 0) for _, layer, _ in of_chosen]
-            for logits in self.exchange.logits(self.model, text, *rows, first=first, batch_size=size, hooks_of=hooks_of):
-                values += _values(metric, logits)
-                tell(len(values) / len(self.patches))
-        return clean_metric, corrupted_metric, pd.Series(values, index=order, dtype=float).sort_index()
+    Args:
+        donors: what is patched in, by the point.
+        exchange: the corrupted prompt's parts.
+    """
+    clean_metric, of_clean = _clean_run(model, donors["prompt"], text, metric)
+    sources = _identity_coefficients(model) | of_clean
+    with model.kv_bias(donors["corrupted"]):
+        corrupted_metric = _values(metric, text_logits(model, None, text)[None])[0]
+    order, values = list[int](), list[float]()
+    for batched, size in ((True, None), (False, 1)):
+        chosen = [number for number, (point, *_) in enumerate(patches) if has_batch_axis(point) is batched]
+        order += chosen
+        of_chosen = [patches[number] for number in chosen]
+        rows = _replaced(exchange, of_chosen, list(donors))
+        hooks_of = partial(_patch_hooks, of_chosen, sources)
+        first = [max(layer, 0) for _, layer, _ in of_chosen]
+        for logits in exchange.logits(model, text, *rows, first=first, batch_size=size, hooks_of=hooks_of):
+            values += _values(metric, logits)
+            tell(len(values) / len(patches))
+    return clean_metric, corrupted_metric, pd.Series(values, index=order, dtype=float).sort_index()
 
 
 def _check(clean: KVBias, corrupted: KVBias) -> None:
@@ -355,8 +360,8 @@ def _halves(clean: KVBias, corrupted: KVBias) -> dict[str, KVBias]:
     halves = [_halves_of(a.b_kv, a.b_d, b.b_kv, b.b_d) for a, b in parts]
     found = {}
     for name, bias, of_layers in zip(("keys", "values"), (clean, corrupted), zip(*halves, strict=True), strict=True):
-        parts = [replace(part, b_kv=b_kv) for part, b_kv in zip(bias.attention, of_layers, strict=True)]
-        layers = zip(bias.with_attention(parts).layers, corrupted.layers, strict=True)
+        mixed = [replace(part, b_kv=b_kv) for part, b_kv in zip(bias.attention, of_layers, strict=True)]
+        layers = zip(bias.with_attention(mixed).layers, corrupted.layers, strict=True)
         found[name] = bias.with_layers([layer.with_state_of(own) for layer, own in layers])
     return found
 

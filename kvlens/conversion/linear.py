@@ -69,7 +69,8 @@ def _layer(attn: KVAttention, left: LinearCacheEntry, n_positions: int | Tensor,
     k_sum = None if left.state.k_sum is None else left.state.k_sum.repeat_interleave(group, dim=1)
     written = LinearAttentionState(left.state.kv.repeat_interleave(group, dim=1), k_sum)
     old = None if left.bias is None else LinearAttentionState(*left.bias)
-    kv, k_sum = (x if x is None else x.to(device) for x in carry_layer_state(attn, old, n_positions, written))
+    kv, k_sum = carry_layer_state(attn, old, n_positions, written)
+    kv, k_sum = kv.to(device), None if k_sum is None else k_sum.to(device)
     heads = dict(k=attn.cfg.n_kv_heads, v=attn.cfg.n_kv_heads, q=attn.cfg.n_heads)
     empty = {x: kv.new_zeros(len(kv), 0, n, kv.shape[-1]) for x, n in heads.items()}
     last = {x: left.shift_state.get(x, empty[x]).to(kv) for x in heads}

@@ -16,7 +16,7 @@ from kvlens.dual.head_inputs import LayerReading, TokenRow, check_index, read_la
 from kvlens.errors import KVLensError
 from kvlens.kv_bias.storage import padded
 from kvlens.memory import NUMBERS_AT_ONCE
-from kvlens.model import HookedKVTransformer
+from kvlens.model import KVModel
 from kvlens.ops import dual as ops
 
 PerQuery = Float[Tensor, "*layer head query"]
@@ -51,7 +51,7 @@ class QueryFigures(NamedTuple):
 
 @checked
 def dual_figures(
-    model: HookedKVTransformer,
+    model: KVModel,
     tokens: TokenRow,
     n_demonstrations: int | None = None,
     *,
@@ -233,7 +233,7 @@ class DemonstrationFigures(NamedTuple):
 
 @checked
 def demonstration_figures(
-    model: HookedKVTransformer, tokens: TokenRow, query_pos: int = -1, n_demonstrations: int | None = None
+    model: KVModel, tokens: TokenRow, query_pos: int = -1, n_demonstrations: int | None = None
 ) -> DemonstrationFigures:
     """The measures of every layer, head and demonstration [layer, head, demo] at one query, in float64.
 

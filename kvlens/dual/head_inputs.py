@@ -3,6 +3,8 @@
 For a softmax head these are q and k after RoPE (and after shift and norm), v after the shift, and D = sum exp(q.k / scale). For
 a linear head they are phi~(q) and phi~(k), v after the shift, and D from ``hook_normalizer``, or ``attn_scale`` under
 normalizer "none". Grouped keys and values are repeated, so that everything has one row per query head. Numbers are float64.
+
+Of another front end, whose attention is softmax, they are what conversion reads of it.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,10 +14,13 @@ import torch
 from einops import repeat
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformer_lens.utilities import get_device_for_block_index
 
 from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.model import Augmented, HookedKVTransformer, heads_per_layer
+from kvlens.model import Augmented, HeadsRead, HookedKVTransformer, KVModel, heads_per_layer, visit_heads
+from kvlens.model.protocol import PromptBatch
+from kvlens.ops.softmax_features import ScoreRule
 
 TokenRow = Int[Tensor, " pos"]
 
@@ -50,7 +55,7 @@ class LayerReading(NamedTuple):
 @checked
 @torch.no_grad()
 def read_layers(
-    model: HookedKVTransformer,
+    model: KVModel,
     tokens: TokenRow,
     visit: Callable[[int, LayerReading], None],
     layers: Sequence[int] | None = None,
@@ -58,6 +63,7 @@ def read_layers(
     """Run one text and pass each layer's reading to ``visit(layer, reading)`` during the forward pass.
 
     One forward pass without logits; nothing of a layer is kept after its visit. Layers after the last requested one do not run.
+    Of a model that is no HookedKVTransformer, two passes; the queries, keys, values and outputs of all layers are kept.
 
     Args:
         model: a model whose attention has a dual model.
@@ -73,6 +79,8 @@ def read_layers(
         check_index("layer", layer, model.cfg.n_layers)
     text = _one_text(model, tokens)
     check_attention(model, len(tokens))
+    if not isinstance(model, HookedKVTransformer):
+        return _read_softmax(model, text, lambda layer, reading: visit(layer, reading) if layer in wanted else None)
     held: dict[str, Tensor] = {}
 
     def keep(x: Tensor, hook: Any) -> None:
@@ -92,6 +100,25 @@ def read_layers(
     stop = None if wanted[-1] == model.cfg.n_layers - 1 else wanted[-1] + 1
     mask = torch.ones_like(text)  # a pad token in the given text is text, not padding
     model.run_with_hooks(text, attention_mask=mask, return_type=None, fwd_hooks=hooks, stop_at_layer=stop)
+
+
+def _read_softmax(model: Any, text: Int[Tensor, "one pos"], visit: Callable[[int, LayerReading], None]) -> None:
+    """As :func:`read_layers`, of all layers of another front end: one pass for queries, keys and values, another for z."""
+    read, held = model.read_prompt(PromptBatch(text, None, has_batch=True), with_queries=True), dict[str, Tensor]()
+
+    def keep(x: Tensor, hook: Any) -> None:
+        held[hook.name] = x
+
+    def see(layer: int, heads: HeadsRead) -> None:
+        q, z = (x[0].double().transpose(0, 1) for x in (read.queries[layer], heads.z))
+        k, v = (x[0].double().repeat_interleave(len(q) // x.shape[1], dim=0) for x in (read.keys[layer], read.values[layer]))
+        terms = _softmax_terms(model, layer, held, q, k)
+        visit(layer, LayerReading(q, k, v, z, **{"bias_features": k[:, :0], "bias_values": v[:, :0], **terms}))
+
+    of_a_bias = ("normalizer", "b_keys", "b_kv") if _has_bias(model) else ()
+    hooks = [(f"blocks.{layer}.attn.hook_{name}", keep) for layer in range(model.cfg.n_layers) for name in of_a_bias]
+    with model.hooks(fwd_hooks=hooks):
+        visit_heads(model, text, see, ("z",))
 
 
 def reading_hooks(model: HookedKVTransformer, layer: int) -> list[str]:
@@ -119,13 +146,18 @@ def layer_reading(model: HookedKVTransformer, layer: int, cache: Any) -> LayerRe
 
 
 @checked
-def check_attention(model: HookedKVTransformer, pos: int) -> None:
+def check_attention(model: KVModel, pos: int) -> None:
     """Raise KVLensError, with the reason, for attention that is not a kernel-weighted sum of values."""
-    cfg = model.cfg
+    cfg, hooked = model.cfg, isinstance(model, HookedKVTransformer)
     rotary = cfg.positional_embedding_type == "rotary"
     variant, bias = cfg.attention_variant, model.attached_kv_bias
+    parts = [part for layer in model.layers() for part in layer.parts] if cfg.attention == "softmax" else []
+    rules: list[ScoreRule] = [part.score_rule() for part in parts if hasattr(part, "score_rule")]
+    window = min((rule.window for rule in rules if rule.window is not None), default=pos)
     changes_step = variant is not None and any(x is not None for x in (variant.regularised, variant.negative, variant.ridge))
     refused = [
+        (not hooked and len(rules) < cfg.n_layers, "a layer without attention"),
+        (any("gate" in part.attention_points() for part in parts), "gated heads, whose outputs are no sum of values"),
         (changes_step, "regularised, negative or ridge attention: they correspond to a step on a different loss"),
         (
             cfg.attention == "softmax" and bias is not None and bias.kind != "virtual_keys",
@@ -133,20 +165,17 @@ def check_attention(model: HookedKVTransformer, pos: int) -> None:
         ),
         (bias is not None and bias.batch_size not in (None, 1), "several prompts' biases at once; attach that of one prompt"),
         (
-            cfg.attention == "softmax" and bias is not None and cfg.positional_embedding_type == "alibi",
+            bias is not None and any(rule.slopes is not None for rule in rules),
             "ALiBi with a KV bias, whose keys have their own distances",
         ),
         (cfg.attention_dir != "causal", "bidirectional attention: tokens after the query would be demonstrations too"),
-        (cfg.attn_scores_soft_cap > 0, "soft-capped scores: they are not a product of a query's features and a key's"),
-        (cfg.use_logn_attn, "log-n scaling: it rescales queries after the last hook point on them"),
-        (cfg.clip_qkv is not None, "clip_qkv: it clamps after the hook points on q, k and v"),
+        (any(rule.soft_cap for rule in rules), "soft-capped scores: they are not a product of a query's features and a key's"),
+        (hooked and cfg.use_logn_attn, "log-n scaling: it rescales queries after the last hook point on them"),
+        (hooked and cfg.clip_qkv is not None, "clip_qkv: it clamps after the hook points on q, k and v"),
         (cfg.positional_embedding_type == "relative_positional_bias", "T5's position bias: each distance has its own kernel"),
+        (pos > window, f"local windows: of {pos} tokens a query sees only the last {window}"),
         (
-            cfg.use_local_attn and cfg.window_size is not None and pos > cfg.window_size,
-            f"local windows: of {pos} tokens a query sees only the last {cfg.window_size}",
-        ),
-        (
-            cfg.use_qk_norm and cfg.attention == "softmax" and not rotary and cfg.kv_shift is None,
+            hooked and cfg.use_qk_norm and cfg.attention == "softmax" and not rotary and cfg.kv_shift is None,
             "a query-key norm without rotary positions: no hook point shows q and k after the norm",
         ),
     ]
@@ -162,9 +191,9 @@ def check_index(what: str, index: int, n: int) -> int:
     return index % n
 
 
-def _one_text(model: HookedKVTransformer, tokens: Tensor) -> Int[Tensor, "one pos"]:
+def _one_text(model: KVModel, tokens: Tensor) -> Int[Tensor, "one pos"]:
     model.check_tokens(tokens)
-    return tokens[None].to(model.W_E.device)
+    return tokens[None].to(get_device_for_block_index(0, model.cfg))
 
 
 def _query_hook(model: HookedKVTransformer, x: str) -> str:
@@ -193,30 +222,30 @@ def _augmented(model: HookedKVTransformer) -> Augmented | None:
     return None if model.cfg.attention_variant is None else model.cfg.attention_variant.augmented
 
 
-def _has_bias(model: HookedKVTransformer) -> bool:
-    return model.attached_kv_bias is not None or model.cfg.trainable_kv_bias
+def _has_bias(model: KVModel) -> bool:
+    return model.attached_kv_bias is not None or getattr(model.cfg, "trainable_kv_bias", False)
 
 
-def _softmax_terms(model: HookedKVTransformer, layer: int, cache: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
-    attention: Any = model.blocks[layer].attn
-    scale, pos = float(attention.attn_scale), q.shape[1]
-    scores = q @ k.transpose(-1, -2) / scale
+def _softmax_terms(model: KVModel, layer: int, cache: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
+    part: Any = model.layers()[layer].parts[0]
+    rule, pos = part.score_rule(), q.shape[1]
+    scores = q @ k.transpose(-1, -2) / rule.scale
     log_decay = None
-    if model.cfg.positional_embedding_type == "alibi":
-        log_decay = -attention.alibi_slopes(q.device).to(q)  # the bias at distance 1
+    if rule.slopes is not None:
+        log_decay = -rule.slopes.to(q)  # the bias at distance 1
         tokens = torch.arange(pos, device=q.device, dtype=q.dtype)
         scores = scores + log_decay[:, None, None] * (tokens[:, None] - tokens)
     above = torch.ones(pos, pos, dtype=torch.bool, device=q.device).triu(1)
     log_normalizer = scores.masked_fill_(above, float("-inf")).logsumexp(dim=-1)
-    if model.cfg.use_attention_sinks:
-        log_normalizer = torch.logaddexp(log_normalizer, attention.sinks.to(q)[:, None])
+    if part.sinks is not None:
+        log_normalizer = torch.logaddexp(log_normalizer, part.sinks.to(q)[:, None])
     rows: dict[str, Tensor] = {}
     if _has_bias(model):  # its virtual keys, and their values times their weights
         at = f"blocks.{layer}.attn.hook_"
         log_normalizer = cache[at + "normalizer"][0].double().T
         rows = {"bias_features": cache[at + "b_keys"][0].double(), "bias_values": cache[at + "b_kv"][0].double()}
     signs = torch.ones_like(log_normalizer)
-    return dict(log_normalizer=log_normalizer, normalizer_sign=signs, scale=scale, log_decay=log_decay, **rows)
+    return dict(log_normalizer=log_normalizer, normalizer_sign=signs, scale=rule.scale, log_decay=log_decay, **rows)
 
 
 def _linear_terms(model: HookedKVTransformer, layer: int, cache: Any) -> dict[str, Any]:

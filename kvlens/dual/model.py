@@ -29,7 +29,7 @@ from kvlens.dual.head_inputs import (
     read_layers,
 )
 from kvlens.errors import KVLensError
-from kvlens.model import HookedKVTransformer, heads_per_layer
+from kvlens.model import KVModel, heads_per_layer
 from kvlens.ops import dual as ops
 from kvlens.ops import dual_layers
 from kvlens.ops.feature_maps import draw_projections
@@ -80,7 +80,7 @@ class DualModel:
     @checked
     def from_head(
         cls,
-        model: HookedKVTransformer,
+        model: KVModel,
         tokens: TokenRow,
         layer: int,
         head: int,

@@ -263,7 +263,7 @@ def forward_in_segments(
         start = end
     if cache is not None:
         cache.append_attention_mask(here)
-        cache.entries = [old if old.frozen else new for old, new in zip(cache.entries, states, strict=True)]
+        cache.entries = [old if old.frozen else new for old, new in zip(cache.entries, states or (), strict=True)]
     if not wants_loss:
         return output
     loss = _mean_loss(torch.cat(losses, dim=1), mask, loss_per_token)
@@ -358,7 +358,8 @@ def logits_of(
 def read_prompt(model: Any, prompt: PromptBatch, with_queries: bool = False) -> PromptReading:
     """See :meth:`kvlens.model.protocol.ReadsPrompts.read_prompt`; hooks and gradients see the whole prompt."""
     tokens, mask, _, keeps_positions = prompt
-    read, residuals, queries = None if mask is None else mask.long(), [], []
+    read, scored = None if mask is None else mask.long(), list[Any]()
+    residuals, queries = list[Any](), []
     changes_with_length = model.cfg.use_dynamic_ntk_rope or keeps_positions
     holds_no_scores = mask is None and _holds_no_scores(model)
     whole = changes_with_length or holds_no_scores or has_hooks(model) or wants_gradients(model)
@@ -367,10 +368,10 @@ def read_prompt(model: Any, prompt: PromptBatch, with_queries: bool = False) -> 
     with hidden_tokens_keep_positions(keeps_positions), observed(model) as seen, model.one_pass():
         for stream in segments(model, tokens, read, cache, segment_length=length, stop_at_layer=model.cfg.n_layers):
             residuals.append(stream)
-            *_, keys, values = zip(*seen, strict=True)
             queries.append([q.to(tokens.device) for q, _, _ in seen] if with_queries else [])
+            scored[:] = seen
             seen.clear()
-    keys, values = ([x.transpose(1, 2).to(tokens.device) for x in of_layers] for of_layers in (keys, values))
+    keys, values = ([x[i].transpose(1, 2).to(tokens.device) for x in scored] for i in (1, 2))
     entries = [entry for entry in cache or () if isinstance(entry, ShiftedCacheEntry)]
     shifted = [x for x in "kvq" if any(x in entry.shift_state for entry in entries)]
     return PromptReading(
@@ -406,7 +407,8 @@ def _holds_no_scores(model: Any) -> bool:
 
 def _at_once(model: Any, tokens: Tensor) -> int:
     """How many tokens of each text are read at once after what is attached."""
-    return tokens_at_once(model, *tokens.shape, 0 if model.attached_kv_bias is None else model.attached_kv_bias.d_phi)
+    batch, n_pos = tokens.shape
+    return tokens_at_once(model, batch, n_pos, 0 if model.attached_kv_bias is None else model.attached_kv_bias.d_phi)
 
 
 def _entries(model: Any, batch: int) -> Sequence[Any]:

@@ -34,6 +34,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "bias_singular_values": (PROMPT,),
     "circuit": (PROMPT, some_tokens(9, seed=3)),
     "composition": (),
+    **dict.fromkeys(("dual_bound", "dual_demonstrations", "dual_losses"), (PROMPT,)),
     "induction_heads": (),
     "induction_verdicts": (),
     "reading_heads": (CASES,),
@@ -50,6 +51,9 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "bias_effects": [{}, dict(methods=("zero", "baseline"), by="head", answer=3), dict(by="layer")],
     "bias_positions": [{}, dict(at=[1, 3], answer=3)],
     "circuit": [dict(text=TEXT, answer=5, rival=7)],
+    "dual_bound": [{}, dict(layer=1, head=2, n_negative=1, beta=0.2)],
+    "dual_demonstrations": [{}, dict(query_pos=5, n_demonstrations=3)],
+    "dual_losses": [{}, dict(n_demonstrations=4)],
     "explanation": [ONE],
     "induction_heads": [FEW, ABLATIONS],
     "induction_verdicts": [FEW, ABLATIONS],
@@ -61,6 +65,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 """With the first of these an analysis runs on every model, with all of them on both front ends."""
 OF_HEADS = (
     "composition",
+    "dual_losses",
     "head_details",
     "induction_heads",
     "induction_verdicts",
@@ -78,6 +83,7 @@ SAME = {
 }
 """The columns or tensors that are compared, where not all but words."""
 LARGE = {
+    "dual_losses": "demonstration_weight",
     "activation_patching": "recovered",
     "induction_heads": "loss_change",
     "induction_verdicts": "logit_attribution",
@@ -99,6 +105,8 @@ def run(name, model, options):
 _NONE = dict.fromkeys(("mamba2", "rwkv6"), "there are no scores to split")
 _NONE["lfm2"] = "layer 0 writes to the residual stream and has no heads"
 OF_A_HEAD = {"what_is_copied": _NONE, "why_attends": _NONE, "circuit": {"lfm2": "it has layers that are no attention"}}
+OF_A_HEAD |= {name: {"lfm2": "a layer without attention"} for name in ("dual_demonstrations", "dual_losses")}
+OF_A_HEAD["dual_bound"] = {"lfm2": "head 0 does not exist"}
 """Analyses of heads of softmax attention, and the families that have none, or other writers below it."""
 WITH_STATES = ["qwen3_5", "nemotron_h", "falcon_h1_direct", "mamba2", "rwkv6", "lfm2"]
 

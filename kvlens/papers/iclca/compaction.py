@@ -329,9 +329,9 @@ SPREAD = LONGEST_STATEMENT - min(len(words_of(statement)) for kind in STATEMENT_
 """The number of tokens by which two statements may differ."""
 
 
-def stories_for(model: HookedKVTransformer, n_stories: int, n_facts: int = 4) -> list[Story]:
-    """Held-out stories of ``n_facts`` facts, with room for the longest questions behind the longest of them."""
-    task = FactsTask(min_facts=n_facts, max_facts=n_facts, length=model.cfg.n_ctx - SPREAD * n_facts)
+def stories_for(model: HookedKVTransformer, n_stories: int) -> list[Story]:
+    """Held-out stories of four facts, with room for the longest questions behind the longest of them."""
+    task = FactsTask(min_facts=4, max_facts=4, length=model.cfg.n_ctx - SPREAD * 4)
     return task.stories(n_stories, torch.Generator().manual_seed(0), "heldout")
 
 
