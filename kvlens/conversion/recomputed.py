@@ -13,6 +13,7 @@ from kvlens.conversion.convert import convert_prompt
 from kvlens.conversion.linear import carry_bias
 from kvlens.conversion.prompt import Counterfactuals
 from kvlens.kv_bias import KVBias
+from kvlens.memory import NUMBERS_PER_PASS
 from kvlens.model import HookedKVTransformer
 from kvlens.model.protocol import KVModel
 
@@ -83,7 +84,11 @@ def logits_after(
 @torch.no_grad()
 @checked
 def converted_rows(
-    model: KVModel, prompts: Counterfactuals, *, on_tokens: Callable[[int], None] | None = None
+    model: KVModel,
+    prompts: Counterfactuals,
+    *,
+    on_tokens: Callable[[int], None] | None = None,
+    prefixes: dict[int, KVBias] | None = None,
 ) -> Iterator[tuple[Int[Tensor, " row"], KVBias]]:
     """The biases of counterfactual prompts, batch by batch: (numbers of the rows, their biases).
 
@@ -92,16 +97,23 @@ def converted_rows(
 
     Args:
         model, prompts, on_tokens: as :func:`logits_after`.
+        prefixes: the biases of the prompt's beginnings, by their number of tokens: the longest that fits is not converted
+            again, and those that are made here are added, the newest that hold no more than a pass may; None keeps none.
     """
     first = prompts.first_changes().cpu().clamp(max=len(prompts.original) - 1)
-    order = first.argsort(stable=True)
+    order, prefixes = first.argsort(stable=True), {} if prefixes is None else prefixes
     before, prefix = 0, model.attached_kv_bias
     for rows in order.split(_passes(first[order].tolist(), len(prompts.original), _worth(model, prompts.tokens.device))):
         start = int(first[rows[0]])
+        known = max((n for n in prefixes if before < n <= start), default=0)
+        before, prefix = (known, prefixes[known]) if known else (before, prefix)
         n_read = start - before + len(rows) * (len(prompts.original) - start)
         if start > before:
             prefix = convert_prompt(model, prompts.original[before:start], initial=prefix)
             before = start
+            prefixes[start] = prefix
+            while sum(each.num_parameters for each in prefixes.values()) > NUMBERS_PER_PASS:
+                del prefixes[next(iter(prefixes))]
         yield rows, convert_prompt(model, prompts.rows(rows).after(before), initial=prefix)
         if on_tokens is not None:
             on_tokens(n_read)

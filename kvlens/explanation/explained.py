@@ -67,7 +67,8 @@ STATEMENT_COLUMNS = Columns(
         "str",
         "``none``: no unit is left; ``group``: all units of a document or paragraph; ``each``: one unit, layer or group of "
         "positions; ``together``: a set; ``breaking``: the set loses the claim "
-        "(of units: with its gap kept and closed); ``only``: the set alone is kept; ``keeping``: it alone keeps the claim",
+        "(of units: with its gap kept and closed); ``only``: the set alone is kept; ``keeping``: it alone keeps the claim; "
+        "``switched``: units that somebody left out (``kvlens app``)",
     ),
     parts=("str", "the set: units or layers by number, heads such as ``23.4``, groups of ``positions``, joined by ``+``"),
     others=("bool", "everything but the set is exchanged"),
@@ -86,7 +87,7 @@ POSITION_COLUMNS = Columns(
     token=("str", "there"),
 )
 COST_COLUMNS = Columns(
-    step=("str", "``answer``, ``units``, ``sets``, ``layers``, ``heads`` or ``positions``"),
+    step=("str", "``answer``, ``units``, ``sets``, ``layers``, ``heads``, ``positions`` or ``switched``"),
     passes=("int64", "through the model; some have several rows"),
     tokens=("int64", "that these read, rows that had ended left out"),
 )

@@ -242,14 +242,20 @@ def unit_named(found: Any, number: int) -> str:
     return f"{row['name']}{text}"
 
 
+def spoken(row: Any, longest: int | None = LONGEST_SAID) -> str:
+    """What the model says in a run; None for ``longest``: all of it."""
+    if row.verdict in (SAME, NEAR_TIES):
+        return f"the model answers as before{', but for near ties' if row.verdict == NEAR_TIES else ''}"
+    if not isinstance(row.says, str):
+        return "the model says something else"
+    return f"the model says {quoted(row.says, longest or len(row.says))}"
+
+
 def outcome(named: str, row: Any) -> str:
     """What the model says then, and what that makes of the claim, as sentences name it."""
-    said = "the model answers as before" if row.verdict == SAME else None
-    if row.verdict == NEAR_TIES:
-        said = "the model answers as before, but for near ties"
-    if said is not None:
-        return said
-    instead = "the model says something else" if not isinstance(row.says, str) else f"the model says {quoted(row.says)}"
+    instead = spoken(row)
+    if row.verdict in (SAME, NEAR_TIES):
+        return instead
     if row.verdict == LOST:
         return f"{instead}: {named} is lost ({odds(row)})"
     if row.verdict == PARTLY:
@@ -257,6 +263,26 @@ def outcome(named: str, row: Any) -> str:
     if row.verdict == OTHER_WORDS:
         return f"{instead}: {named} is still said"
     return f"{instead}: it does not come to {named}, although that itself falls by only {max(row.nats, 0.0):.2g} nats"
+
+
+def switched_in_words(found: Any, units: Iterable[int]) -> list[PrintedSentence]:
+    """What is said without units that somebody left out, and what becomes of each claim: statements ``switched``."""
+    members, table = sorted(units), found.statements
+    runs = table[(table["role"] == "switched") & (table["parts"] == SEPARATOR.join(map(str, members)))]
+    by_claim = {claim: list(rows.itertuples()) for claim, rows in runs.groupby("claim")}  # the gap kept, then closed
+    kept, closed = by_claim[found.about]
+    then = spoken(closed, None) if str(closed.says) != str(kept.says) else "the same is said"
+    names = listed(found.units["name"][unit] for unit in members)
+    said = [
+        PrintedSentence(_ended(f"Without {names}, {spoken(kept, None)}"), (int(kept.Index),)),
+        PrintedSentence(_ended(f"When the gap is closed, {then}"), (int(closed.Index),)),
+    ]
+    for claim, (kept, closed) in sorted(by_claim.items(), key=lambda pair: pair[0] != found.about):
+        named = found.named if claim == found.about else repr(found.claims["text"][claim])
+        other = "" if closed.verdict == kept.verdict else f"; when the gap is closed: {closed.verdict}, {odds(closed)}"
+        rows = (int(kept.Index), int(closed.Index)) if other else (int(kept.Index),)
+        said.append(PrintedSentence(f"{named}: {kept.verdict}, {odds(kept)}{other}.", rows))
+    return said
 
 
 def _of_claims(found: Any) -> Iterator[PrintedSentence]:

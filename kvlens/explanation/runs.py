@@ -157,9 +157,9 @@ class ExplanationProgress:
     _from: float = 0.0
     _to: float = 0.0
 
-    def begin(self, what: str, cost: float | int, later: float | int = 0.0) -> None:
-        """Begin a step that costs about so much, as do the steps behind it."""
-        self._from = self._now()
+    def begin(self, what: str, cost: float | int, later: float | int = 0.0, anew: bool = False) -> None:
+        """Begin a step that costs about so much, as do the steps behind it; anew: nothing counts that was done before."""
+        self._from = 0.0 if anew else self._now()
         self._to = self._from + (0.99 - self._from) * cost / (cost + later)
         self._what, self._began, self._cost = what, self._done, cost
         self.tell(what, self._from)
@@ -203,6 +203,7 @@ class Runs:
     _step: str = "answer"
     _found: dict[Key, Outcome] = field(default_factory=dict)
     _waiting: list[tuple[list[Key], KVBias]] = field(default_factory=list)
+    _prefixes: dict[int, KVBias] = field(default_factory=dict)
     _texts_wait: bool = False
 
     def __post_init__(self) -> None:
@@ -215,8 +216,18 @@ class Runs:
         self._room = self.model.cfg.n_ctx - n_before + 1 if limited else 2**20
         self.count(len(self.prompt))
 
-    def answer(self, n_most: int) -> Int[Tensor, " pos"]:
-        """The greedy response, with the token that ends it, of at most so many tokens, or up to the end of a sentence."""
+    def answer(self, n_most: int, on_text: Callable[[list[int]], None] = lambda tokens: None) -> Int[Tensor, " pos"]:
+        """The greedy response, with the token that ends it, of at most so many tokens, or up to the end of a sentence.
+
+        Args:
+            n_most: so many.
+            on_text: called with the tokens so far.
+        """
+
+        def ends(text: list[int]) -> bool:
+            on_text(text)
+            return self._ends(text)
+
         tokens = greedy(
             self.model,
             self.bias.repeat(1),
@@ -224,7 +235,7 @@ class Runs:
             self.last.new_zeros(1, 0),
             torch.zeros(1, dtype=torch.long),
             min(n_most, self._room),
-            self._ends,
+            ends,
             self.count,
         )[0]
         return torch.tensor(tokens, device=self.last.device)
@@ -293,7 +304,7 @@ class Runs:
             if some:
                 gone = torch.stack([self.own[sorted(units)].any(dim=0) for _, units in some])
                 rows = counterfactuals(self.model, self.prompt, gone, positions=gap)
-                for which, biases in converted_rows(self.model, rows, on_tokens=self.count):
+                for which, biases in converted_rows(self.model, rows, on_tokens=self.count, prefixes=self._prefixes):
                     yield [some[i] for i in which.tolist()], biases
 
     def donor(self, units: Sequence[int]) -> KVBias:

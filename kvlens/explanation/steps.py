@@ -1,5 +1,6 @@
 """`explain`, which takes the eight steps of :mod:`kvlens.explanation`, and ``kvlens analyse explanation``, for many prompts."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from kvlens.analyses.declaration import Option, analysis
 from kvlens.analyses.sequences import PromptTokens, TextTokens
 from kvlens.chat import ROLES, Chat, as_prompt, one_sequence, prompt_layout
 from kvlens.checks import Count, checked
-from kvlens.errors import nearest
+from kvlens.errors import brief, nearest
 from kvlens.explanation.by_unit import UnitGroup, UnitSearch, groups_of
 from kvlens.explanation.citations import DocumentSpan, documents_of
 from kvlens.explanation.claims import DEPENDS, GONE, SAID, Claim, Verdict, claim_of, claims_of, content_words, verdict
@@ -84,12 +85,10 @@ def explain(
     """
     if isinstance(answer, str) and not answer.strip():
         raise KVLensError(f"answer: expected at least one token, got {answer!r}")
-    read = _Prompt.of(model, prompt, text, by)
     given = None if answer is None else one_sequence(model, "answer", answer)
-    continues = text is not None and not isinstance(as_prompt(prompt), Chat)
     with progress_bar("explain", shown=on_progress is None) as bar:
-        tell = on_progress or bar
-        return _Explaining(model, read, depth, budget, tell, on_found or (lambda line: None), continues).explained(about, given)
+        options = dict(depth=depth, budget=budget, tell=on_progress or bar, say=on_found or (lambda line: None))
+        return Explaining.reading(model, prompt, text, by, **options).explained(about, given)
 
 
 @analysis(
@@ -202,19 +201,31 @@ def _always_there(model: KVModel, layout: Layout, is_cut: bool, text: Tensor) ->
 
 
 @dataclass
-class _Explaining:
-    """The steps of one explanation, and the statements so far."""
+class Explaining:
+    """The steps of one explanation, and the statements so far.
+
+    When it is made (:meth:`explained`), further runs add statements: :meth:`without`, :meth:`about`.
+
+    Attributes:
+        model, depth, budget: as of :func:`explain`.
+        read: the prompt.
+        is_continuation: whether the response continues a text and is no reply to a chat.
+        tell, say: its ``on_progress`` and ``on_found``. An exception that they raise stops a run.
+        hear: called with the response so far, token by token.
+    """
 
     model: KVModel
     read: _Prompt
-    depth: str
-    budget: int | None
-    tell: Callable[[str, float], None]
-    say: Callable[[str], None]
     is_continuation: bool = False
+    depth: str = "units"
+    budget: int | None = None
+    tell: Callable[[str, float], None] = lambda what, done: None
+    say: Callable[[str], None] = lambda line: None
+    hear: Callable[[str], None] = lambda text: None
     rows: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     asked: dict[tuple[int, int], float] = field(default_factory=dict)
+    tried: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.prompt, self.units = self.read.tokens, self.read.units
@@ -231,8 +242,17 @@ class _Explaining:
             self._heard,
         )
 
-    def explained(self, about: str | None, answer: Tensor | None) -> Explained:
-        search = UnitSearch(self, self.read.groups)
+    @classmethod
+    @torch.no_grad()
+    def reading(cls, model: KVModel, prompt: Any, text: Any = None, by: By = "sentence", **options: Any) -> "Explaining":
+        """Read and cut a prompt. ``options`` are the attributes from ``depth`` on, the others as of :func:`explain`."""
+        continues = text is not None and not isinstance(as_prompt(prompt), Chat)
+        return cls(model, _Prompt.of(model, prompt, text, by), continues, **options)
+
+    @torch.no_grad()
+    def explained(self, about: str | None = None, answer: Tensor | None = None) -> Explained:
+        """Take the steps, with ``about`` and ``answer`` as of :func:`explain`."""
+        search = self.search = UnitSearch(self, self.read.groups)
         least = (len(search.first) + 2) * len(self.prompt)
         if self.budget is not None and self.budget < least:
             raise KVLensError(
@@ -242,7 +262,7 @@ class _Explaining:
         n, n_layers = len(self.prompt), self.runs.bias.n_layers
         later = (len(search.first) + 3) * n // 2 + (0 if self.depth == "units" else (n_layers + 15) * 2 * MORE_TOKENS)
         self.work.begin("the model answers", n + MOST_TOKENS * PASS / 2, later)
-        tokens = self.runs.answer(MOST_TOKENS) if answer is None else answer
+        tokens = self.runs.answer(MOST_TOKENS, self._said_so_far) if answer is None else answer
         response = self.response = Response.of(self.model, self.prompt, tokens)
         self.cut_after = len(tokens) if answer is None and not self.runs.ends(tokens) else None
         self.say(answered(response.text, self.cut_after))
@@ -258,19 +278,71 @@ class _Explaining:
             self.nothing = search.begin()
             for number in range(len(self.claims)):
                 self.add(number, self.nothing, "units", "none", range(len(self.units)))
-            heading = self._heading(about)
-            causes = search.causes()
-        n_tried, positions = 0, pd.DataFrame()
-        if causes[heading] and self.depth != "units" and self.room("layers", self._cost_of_layers()):
-            self.work.begin("exchanging layers", (n_layers + 15) * longest + 3 * longest * PASS)
-            with self.runs.step("layers"):
-                n_tried = exchange_layers(self, heading, causes[heading])
-        if causes[heading] and self.depth == "positions" and self.room("positions", 3 * n + 20 * longest):
+            self.heading = self._heading(about)
+            self.causes = search.causes()
+        cause, self.positions = self.causes[self.heading], pd.DataFrame()
+        if cause and self.depth != "units" and self.room("layers", self._cost_of_layers()):
+            self._try_layers(self.heading)
+        if cause and self.depth == "positions" and self.room("positions", 3 * n + 20 * longest):
             self.work.begin("exchanging positions", 3 * n + 20 * longest + 3 * longest * PASS)
             with self.runs.step("positions"):
-                positions = exchange_positions(self, heading, causes[heading], self.read.places)
+                self.positions = exchange_positions(self, self.heading, cause, self.read.places)
         self.tell("done", 1.0)
-        return found_by(self, search.each, heading, causes, n_tried, positions)
+        return self.found()
+
+    def found(self) -> Explained:
+        """The tables of what was found so far."""
+        n_tried = self.tried.get(self.heading, 0)
+        return found_by(self, self.search.each, self.heading, self.causes, n_tried, self.positions)
+
+    def _try_layers(self, number: int, anew: bool = False) -> None:
+        longest, n_rows = len(self.response.tokens) + MORE_TOKENS, len(self.rows)
+        self.work.begin("exchanging layers", (self.runs.bias.n_layers + 15) * longest + 3 * longest * PASS, anew=anew)
+        try:
+            with self.runs.step("layers"):
+                self.tried[number] = exchange_layers(self, number, self.causes[number])
+        except BaseException:  # also where a caller stops the run
+            del self.rows[n_rows:]
+            raise
+
+    # --- further runs -------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def without(self, units: Iterable[int]) -> Explained:
+        """What is said without some units, with their gap kept and closed: the explanation, and statements on every claim.
+
+        Raises:
+            KVLensError: no unit, or one that the prompt does not have.
+        """
+        members = sorted(set(units))
+        if not members or not 0 <= members[0] <= members[-1] < len(self.units):
+            raise KVLensError(f"units: expected some of 0 to {len(self.units) - 1}, got {brief(members)}")
+        self.work.begin("without these parts", 2 * (len(self.prompt) + len(self.response.tokens) * PASS), anew=True)
+        with self.runs.step("switched"), self.runs.texts_together():
+            self.runs.without_these([(members, "kept"), (members, "closed")])
+        parts, gaps = SEPARATOR.join(map(str, members)), ("kept", "closed")
+        if not any((row["role"], row["parts"]) == ("switched", parts) for row in self.rows):
+            for number, gap in itertools.product(range(len(self.claims)), gaps):
+                self.add(number, self.runs.without([members], gap)[0], "units", "switched", members, gap=gap)
+        return self.found()
+
+    @torch.no_grad()
+    def about(self, number: int) -> Explained:
+        """The explanation with another claim at its head, and the layers in which the model reads what that rests on.
+
+        Raises:
+            KVLensError: there is no such claim.
+        """
+        if not 0 <= number < len(self.claims):
+            raise KVLensError(f"claim: expected one of 0 to {len(self.claims) - 1}, got {brief(number)}")
+        if number not in self.tried and self.causes[number]:
+            self._try_layers(number, anew=True)
+        self.heading = number
+        return self.found()
+
+    def _said_so_far(self, tokens: list[int]) -> None:
+        text = Response.of(self.model, self.prompt, torch.tensor(tokens, device=self.prompt.device)).text
+        self.hear(text)
 
     def _heard(self, without: frozenset[int], now: Outcome) -> None:
         """Say what is known as soon as some units were removed, before the text that is said then is generated."""

@@ -42,7 +42,7 @@ from kvlens.explanation import paragraphs
 from kvlens.explanation.heading import answering, asked_for, candidates_of
 from kvlens.explanation.reading import wilson
 from kvlens.explanation.runs import ENDS, MORE_TOKENS, responses, stop_tokens
-from kvlens.explanation.steps import _Explaining, _Prompt
+from kvlens.explanation.steps import Explaining
 from kvlens.texts import Response
 
 SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"(])")
@@ -180,9 +180,7 @@ def states(claim: str, answers: list[str]) -> bool:
 
 def head_scores(model: Any, chat: Any, answers: list[str]) -> dict[str, Any]:
     """Of each claim, and of other words that may head an explanation, what each rule scores."""
-    explaining = _Explaining(
-        model, _Prompt.of(model, chat, None, "sentence"), "units", None, lambda what, done: None, lambda line: None
-    )
+    explaining = Explaining.reading(model, chat)
     runs = explaining.runs
     tokens = runs.answer(MOST_TOKENS)
     explaining.response = Response.of(model, explaining.prompt, tokens)

@@ -24,8 +24,9 @@ from kvlens import KVLensError, convert_prompt, counterfactuals, logits_after
 from kvlens.analyses import reading_layers
 from kvlens.cli.printed import print_explanation
 from kvlens.explanation import explanation_view, paragraphs, runs, steps
-from kvlens.explanation.presentation import _says, outcome
+from kvlens.explanation.presentation import _says, outcome, switched_in_words
 from kvlens.explanation.reading import reading_shares, reading_stability, wilson
+from kvlens.explanation.steps import Explaining
 
 STORY = "Mira keeps a goat. Pavel has a parrot. At night Kaya feeds a donkey."
 QUESTION = " Which animal does Kaya keep? Kaya keeps a"
@@ -99,7 +100,7 @@ def test_words_that_are_said_without_any_part_may_head_and_are_said_to_be(monkey
         return [9.0 * (claim.text in ("Mira", "Kaya")) for claim in candidates]
 
     monkeypatch.setattr(steps, "asked_for", scores)
-    monkeypatch.setattr(steps._Explaining, "_question_words", lambda explaining: ())
+    monkeypatch.setattr(steps.Explaining, "_question_words", lambda explaining: ())
     found = kvlens.explain(model, STORY, QUESTION, answer=" donkey. Mira. Kaya", depth="units")
     assert found.without.startswith("Kaya") and named["candidates"] == ["donkey", "Kaya"]
     assert found.claim == "Kaya" and found.claims["text"].tolist() == ["donkey", "Kaya"] and found.cause == ()
@@ -155,6 +156,120 @@ def test_every_sentence_names_rows_that_say_what_it_says(found):
             for verdict in ("lost", "still said"):
                 if f"'donkey' is {verdict}" in sentence.text:
                     assert (rows["verdict"].isin(["lost"]) == (verdict == "lost")).any()
+
+
+# --- further runs of the same explanation ----------------------------------------------------------------------------
+
+
+one_model = pytest.mark.parametrize("model", ["facts-gpt2"], indirect=True)
+
+
+@pytest.fixture
+def explaining(model):
+    made = Explaining.reading(model, STORY, QUESTION)
+    made.explained()
+    return made
+
+
+@pytest.mark.parametrize("units", [[0, 2], [0, 1, 2]], ids=str)
+def test_what_is_said_without_units_that_are_switched_off(model, explaining, units):
+    """Statements of the same runs; with their gap closed the model answers as it does to the shortened prompt."""
+    found = explaining.without(units)
+    rows = found.rows("units", "switched")
+    assert rows["parts"].tolist() == ["+".join(map(str, units))] * 2 and rows["gap"].tolist() == ["kept", "closed"]
+    prompt, text = model.to_tokens(STORY)[0], model.to_tokens(QUESTION, prepend_bos=False)[0]
+    tokens, kept = torch.cat([prompt, text]), torch.ones(len(prompt) + len(text), dtype=torch.bool)
+    for unit in units:
+        kept[found.units["start"][unit] : found.units["stop"][unit]] = False
+    falls = log_p(model, found, tokens, torch.ones_like(kept)) - log_p(model, found, tokens, kept)
+    claim = found.claims.iloc[found.about]
+    assert float(falls[claim.start : claim.stop].sum()) == pytest.approx(rows["nats"].iloc[0], abs=1e-3)
+    (shorter,) = runs.responses(model, [tokens[kept]], steps.MOST_TOKENS, runs.ENDS)
+    assert rows["says"].iloc[1] == model.tokenizer.decode(shorter).strip()
+    assert len(explaining.without(reversed(units)).statements) == len(found.statements)  # it was asked before
+
+
+@one_model
+def test_each_sentence_on_what_is_switched_off_names_rows_that_say_so(explaining):
+    for units in ([2], [0], [1, 2]):
+        found = explaining.without(units)
+        first, then, *claims = switched_in_words(found, units)
+        (kept,), (closed,) = first.rows, then.rows
+        said = [found.statements.loc[row] for row in (kept, closed)]
+        assert [(row.role, row.gap) for row in said] == [("switched", "kept"), ("switched", "closed")]
+        for sentence, row in zip((first, then), said, strict=True):
+            words = "answers as before" if row.verdict.startswith("same") else row.says
+            assert words in sentence.text or ("the same is said" in sentence.text and str(row.says) == str(said[0].says))
+        assert len(claims) == len(found.claims) and all(found.statements.verdict[c.rows[0]] in c.text for c in claims)
+
+
+@one_model
+def test_another_claim_heads_it_with_its_own_layers(model):
+    """As if it had been asked for from the start; the layers of the first stay."""
+    answer = " donkey. Mira keeps a goat"
+    explaining = Explaining.reading(model, STORY, QUESTION, depth="layers")
+    found = explaining.explained(answer=model.to_tokens(answer, prepend_bos=False)[0])
+    assert found.claims["text"].tolist()[0] == "donkey" and len(found.claims) > 1
+    for number in range(len(found.claims)):
+        again = explaining.about(number)
+        alone = kvlens.explain(model, STORY, QUESTION, answer=answer, about=found.claims["text"][number])
+        assert again.about == alone.about == number and again.cause == alone.cause
+        ours, theirs = (
+            [(r.role, r.parts, r.verdict) for r in each.rows("layers", "each", "breaking", "keeping").itertuples()]
+            for each in (again, alone)
+        )
+        assert ours == theirs
+    assert len(explaining.about(0).statements) == len(again.statements)
+
+
+class Stop(Exception):
+    pass
+
+
+@one_model
+@pytest.mark.parametrize("n_told", [0, 4])
+def test_a_run_that_is_stopped_leaves_everything_as_it_was(model, explaining, n_told):
+    before, weights = explaining.found(), [parameter.clone() for parameter in model.parameters()]
+    for run in (lambda: explaining.without([0, 2]), lambda: explaining.about(explaining.heading)):
+        told = iter(range(n_told))
+
+        def stop(what, done, told=told):
+            if next(told, None) is None:
+                raise Stop
+
+        explaining.work.tell = stop
+        with pytest.raises(Stop):
+            run()
+        assert model.attached_kv_bias is None and explaining.found().statements.equals(before.statements)
+    explaining.work.tell = lambda what, done: None
+    undisturbed = Explaining.reading(model, STORY, QUESTION)
+    undisturbed.explained()
+    for one in (explaining, undisturbed):
+        one.without([0, 2])
+    pd.testing.assert_frame_equal(explaining.about(0).statements, undisturbed.about(0).statements)
+    assert all(map(torch.equal, weights, model.parameters()))
+
+
+def test_beginnings_of_the_prompt_are_kept(model, explaining):
+    explaining.without([1])
+    first = explaining.found().cost.set_index("step")["tokens"]["switched"]
+    explaining.without([1, 2])
+    second = explaining.found().cost.set_index("step")["tokens"]["switched"] - first
+    alone = Explaining.reading(model, STORY, QUESTION)
+    alone.explained()
+    alone.runs._prefixes.clear()
+    alone.without([1, 2])
+    start = int(explaining.found().units["start"][1])
+    assert second == alone.found().cost.set_index("step")["tokens"]["switched"] - start > 0
+
+
+@one_model
+def test_units_and_claims_that_are_not_there_are_refused(explaining):
+    for units in ([], [3], [-1, 0]):
+        with pytest.raises(KVLensError, match="units: expected some of 0 to 2, got"):
+            explaining.without(units)
+    with pytest.raises(KVLensError, match="claim: expected one of 0 to 0, got 7"):
+        explaining.about(7)
 
 
 def test_layers_and_heads_are_tried_one_by_one(model, found):
