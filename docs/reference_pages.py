@@ -15,7 +15,7 @@ from typing import Any
 from docstrings import DOCUMENTED, linked, markdown
 from sphinx.pycode import ModuleAnalyzer
 
-WITHOUT_A_PAGE = ("kvlens.cli", "kvlens.__main__", "kvlens.analyses.__main__")
+WITHOUT_A_PAGE = ("kvlens.cli", "kvlens.app", "kvlens.__main__", "kvlens.analyses.__main__")
 """Commands, which have --help."""
 OPEN = ("kvlens", "kvlens.analyses")
 """Packages that export what most people need; their modules offer more to who writes an analysis."""

@@ -269,7 +269,7 @@ def test_a_reader_that_leaves_early_is_no_error(folder):
     "arguments",
     [
         ["--help"],
-        *([command, "--help"] for command in ("explain", "analyse", "train", "zoo", "reproduce")),
+        *([command, "--help"] for command in ("explain", "app", "analyse", "train", "zoo", "reproduce")),
         ["analyse", "bias_by_head", "--help"],
         ["analyse", "dual_bound", "--help"],
         ["analyse"],

@@ -23,7 +23,7 @@ ORDER = [
     "errors", "memory", "checks", "arguments", "files", "terminal", "dtypes", "tokenizer", "templates", "ops", "base",
     "kv_bias", "components", "mixers", "zoo", "pretrained", "model", "texts", "units", "marks", "question", "chat", "bridge",
     "loading", "conversion", "dual", "corpus", "tasks", "training", "analyses", "viz", "explanation",
-    "papers", "cli",
+    "papers", "app", "cli",
 ]
 PURE = {
     "torch", "einops", "jaxtyping", "kvlens",

@@ -7,15 +7,18 @@ import argparse
 import json
 import os
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import kvlens
 from kvlens import zoo
-from kvlens.cli.prompts import add_explain
+from kvlens.arguments import check_device
+from kvlens.checks import Within, ensure
+from kvlens.cli.prompts import EXAMPLE_MODEL, EXAMPLES, MINUTES, add_explain
 from kvlens.cli.settings import add_reproduce, add_train
 from kvlens.errors import KVLensError, nearest
 from kvlens.files import read_listed
 from kvlens.terminal import Arguments, how_it_ended, plain_warnings, sigterm_as_interrupt, terminal_width, visible, wrap
+from kvlens.zoo import source_of
 
 BAD_INPUT = 2
 
@@ -110,6 +113,50 @@ def _analyse(args: argparse.Namespace) -> int:
     return analyse(args.arguments)
 
 
+def add_app(commands: Any) -> None:
+    """Add ``app`` to the command line."""
+    parser = commands.add_parser(
+        "app",
+        help="a page on this machine, where a prompt can be played with",
+        description="Answer pages in a browser on this machine: ask about documents, see what the answer rests on, switch "
+        "parts of the prompt off and read what is said then. Visitors choose among the models that are named here, and no "
+        "other file is read. Needs the extra: pip install 'kvlens[app]'.",
+        epilog="  kvlens app\n  kvlens app HuggingFaceTB/SmolLM2-135M-Instruct --download",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "models",
+        nargs="*",
+        metavar="MODEL",
+        help=f"as for `kvlens explain --model`; loaded when first asked (default: {EXAMPLE_MODEL})",
+    )
+    parser.add_argument("--download", action="store_true", help="fetch the files of a name on the hub where they are not here")
+    parser.add_argument("--port", type=int, default=8095, help="where it listens; 0: any that is free (default: %(default)s)")
+    parser.add_argument("--device", help="where the models run, e.g. cpu or cuda (default: cuda if available)")
+    parser.set_defaults(run=_app)
+
+
+def _app(args: argparse.Namespace) -> int:
+    ensure("--port", Annotated[int, Within(0, 65535)], args.port)
+    names = list(dict.fromkeys(args.models or [EXAMPLE_MODEL]))
+    for name in names:
+        source_of(name, "kvlens app", download=args.download)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        from kvlens.app import Playground, Server, serve
+    except ModuleNotFoundError as error:
+        if error.name not in ("starlette", "uvicorn"):
+            raise
+        raise KVLensError(f"kvlens app needs the package {error.name}: pip install 'kvlens[app]'") from error
+    check_device("--device", args.device)
+    playground = Playground(names, lambda name: kvlens.load(name, device=args.device))
+    told = "Open {} in a browser on this machine; Ctrl-C ends it."
+    serve(
+        Server(playground, EXAMPLES.get(names[0], MINUTES)), args.port, lambda address: print(told.format(address), flush=True)
+    )
+    return 0
+
+
 LEGEND = (
     "loss (nats) and accuracy: on held-out data, at the positions scored by the task; gain: how much a converted context "
     "lowers the loss, in nats per token."
@@ -151,6 +198,7 @@ def _zoo(args: argparse.Namespace) -> int:
 
 COMMANDS = {
     "explain": add_explain,
+    "app": add_app,
     "analyse": add_analyse,
     "train": add_train,
     "zoo": add_zoo,

@@ -32,6 +32,11 @@ NESTED = (
     "The bin is in the stable. The tub is in the garden. The clock is in the tub. The mirror is in the bin.",
     " Which room holds the clock? The",
 )
+MINUTES = (
+    "Minutes of the meeting of 3 May. Everybody was there but Anna Kowalska, who is on leave until 17 June. The new office "
+    "will be in Rotterdam, near the station. The rent is 12,500 euros a month. Samuel Okafor gave a talk about the archive.",
+    "In which city will the new office be?",
+)
 HELP_PAGE = (
     """\
 frobnicate(widget, colour='purple', depth=7)

@@ -34,18 +34,20 @@ SCRIPTS = tuple(
 """Our scripts, in the order in which they run; the first has the shared functions."""
 
 
-def document(body: str, *, title: str, circuitsvis: bool) -> str:
+def document(body: str, *, title: str, circuitsvis: bool, asks: str | None = None) -> str:
     """Write one HTML file.
 
     Args:
         body: HTML, escaped already.
         title: text, escaped here.
         circuitsvis: whether the body has a circuitsvis figure.
+        asks: one more script, which may ask the server that the page comes from.
     """
-    style, own = _asset("kvlens.css"), [_asset(name) for name in SCRIPTS]
+    style, own = _asset("kvlens.css"), [_asset(name) for name in (*SCRIPTS, *([asks] if asks else []))]
     bundle = [circuitsvis_bundle()] if circuitsvis else []
     allowed = " ".join(_hash(source) for source in [*bundle, *own])
     policy = f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:"
+    policy += "; connect-src 'self'" if asks else ""
     scripts = "".join(f"<script>{source}</script>\n" for source in own)
     compressed = f'<script type="text/plain" id="circuitsvis">{packed_bundle()}</script>\n' if bundle else ""
     return f"""<!DOCTYPE html>

@@ -8,9 +8,9 @@ const KVLENS = (() => {
     return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
   };
   const data = new WeakMap(), dataOf = (element) => data.get(element);
-  // all other scripts set up their figures then, in their order
-  const ready = Promise.all([...document.querySelectorAll("script.data")].map(async (script) =>
+  const unpackData = (root) => Promise.all([...root.querySelectorAll("script.data")].map(async (script) =>
     data.set(script.parentElement, JSON.parse(await unpacked(script)))));
+  const ready = unpackData(document); // all other scripts set up their figures then, in their order
   const turns = /[\u0590-\u08ff\u200f\u202a-\u202e\u2066-\u2069\ufb1d-\ufdff\ufe70-\ufeff]/; // right to left
   // like label and running in _text.py
   const withoutWidth = /^\p{Cf}+$/u;
@@ -214,5 +214,5 @@ const KVLENS = (() => {
     return made;
   };
 
-  return { NEWLINE, ready, unpacked, dataOf, label, running, short, number, percent, valuesOf, strongest, sumOf, element, paint, roving, legend, coloredTokens, mapOfHeads, selection, covers, svg };
+  return { NEWLINE, ready, unpacked, unpackData, dataOf, label, running, short, number, percent, valuesOf, strongest, sumOf, element, paint, roving, legend, coloredTokens, mapOfHeads, selection, covers, svg };
 })();

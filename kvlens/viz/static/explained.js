@@ -1,6 +1,6 @@
 // An explanation: choosing a claim shades the prompt's parts by what it loses without them; choosing a part tells what is said then.
 "use strict";
-KVLENS.ready.then(() => document.querySelectorAll('[data-kvlens="explained"]').forEach((figure) => {
+KVLENS.setUpExplained = (root) => root.querySelectorAll('[data-kvlens="explained"]').forEach((figure) => {
   const { dataOf, selection } = KVLENS, data = dataOf(figure), says = figure.querySelector(".says");
   const words = [...figure.querySelectorAll("[data-claim]")], sources = [...figure.querySelectorAll(".source")];
   let claim = data.about;
@@ -25,4 +25,5 @@ KVLENS.ready.then(() => document.querySelectorAll('[data-kvlens="explained"]').f
     selection.set({ unit: source.dataset.unit, show: "unit" });
   }));
   choose(claim);
-}));
+});
+KVLENS.ready.then(() => KVLENS.setUpExplained(document));
