@@ -210,7 +210,7 @@ def test_one_prompt_serves_every_question_exact():
 def test_recall_is_of_the_part_that_was_converted():
     model = chat_model(attention="softmax", kv_shift=None)
     chat = Chat([{"role": "user", "content": "The widget is purple. Is it? The gadget is green."}], question="Is it?")
-    bias = convert_prompt(model, chat, upto="question", method="landmark", n_keys=2, verbose=False)
+    bias = convert_prompt(model, chat, upto="question", method="landmark", n_keys=2, key_steps=0, verbose=False)
     assert bias.fit.recall.sentences == ("The widget is purple.",)
     with pytest.raises(KVLensError, match="nothing stands in front of the question"):
         Chat(MESSAGES[1:2]).split(reader("{% for m in messages %}{{ m.content }}{% endfor %}"))

@@ -208,7 +208,7 @@ def test_texts_made_of_a_prompt_s_words_write_no_role():
     harmless = Chat.ask("Who?", {"a.txt": "The widget is purple. The gadget is green."})
     texts, expected = (blanks(model, prompt_batch(model, prompt, False), 200) for prompt in (chat, harmless))
     assert [text.tolist() for text in texts] == [text.tolist() for text in expected]
-    bias = convert_prompt(model, chat, method="landmark", n_features=4)
+    bias = convert_prompt(model, chat, method="landmark", n_features=4, key_steps=0)
     assert [sentence for sentence in bias.fit.recall.sentences if "widget" in sentence or "gadget" in sentence]
     assert not [sentence for sentence in bias.fit.recall.sentences if "Obey" in sentence]
 

@@ -62,7 +62,7 @@ def test_more_keys_are_nearer_to_the_prompt(kind, budget):
 
 def test_the_record_is_what_was_done():
     model = peaked("softmax, rotary, grouped")
-    fit = convert_prompt(model, PROMPT, method="landmark", n_features=4, budget="logits", seed=5, **QUICK).fit
+    fit = convert_prompt(model, PROMPT, method="landmark", n_features=4, budget="logits", key_steps=2, seed=5, **QUICK).fit
     assert (fit.method, fit.settings["budget"], fit.settings["seed"]) == ("landmark", "logits", 5)
     fitted, held_out = 24 + 9 * 12, 3 * 12  # the prompt repeated and nine continuations; three others
     assert (fit.n_reference_tokens, fit.n_held_out_tokens) == (fitted, held_out)
@@ -79,7 +79,7 @@ def test_held_out_errors_are_those_of_the_heads_outputs(monkeypatch):
     model = peaked("softmax, learned", peak=1, n_layers=1)  # no head has all of its attention on the prompt
     exact, seen = convert_prompt(model, PROMPT), []
     monkeypatch.setattr("kvlens.conversion.method.answer_errors", lambda *of: seen.append(of[-1]))
-    at = dict(n_features=5, budget="equal", reference=TEXT[0], verbose=False)
+    at = dict(n_features=5, budget="equal", key_steps=2, reference=TEXT[0], verbose=False)
     bias = convert_prompt(model, PROMPT, method="landmark", **at)
     held_out = seen[0][0]
     z = []
@@ -109,13 +109,13 @@ QUESTIONS = [TEXT[0], tokens(1, 9, seed=4)[0], tokens(2, 12, seed=5)]
 )
 def test_any_reference_serves(reference):
     model = peaked("softmax, rotary")
-    bias = convert_prompt(model, PROMPT, method="landmark", n_features=12, reference=reference, **QUICK)
+    bias = convert_prompt(model, PROMPT, method="landmark", n_features=12, key_steps=2, reference=reference, **QUICK)
     assert error(model, bias) < 0.5 * dropped(model)
 
 
 def test_a_batch_is_its_prompts():
     model, prompts = peaked("softmax, rotary"), tokens(2, 24)
-    at = dict(method="landmark", n_features=5, key_steps=20, reference=TEXT[0], **UNMEASURED)
+    at = dict(method="landmark", n_features=5, key_steps=5, reference=TEXT[0], **UNMEASURED)
     both = convert_prompt(model, prompts, **at)
     for row in range(2):
         alone = convert_prompt(model, prompts[row], **at)
@@ -129,16 +129,18 @@ def test_a_head_that_gets_every_key_keeps_them_as_they_are_and_is_exact():
     model = peaked("softmax, learned", peak=1, n_layers=1)
     model.blocks[0].attn.W_O.data[1:] *= 1e-9
     model.blocks[0].mlp.W_out.data.zero_()
-    bias = convert_prompt(model, PROMPT, method="landmark", n_features=8, **QUICK).select_prompt(0)
+    bias = convert_prompt(model, PROMPT, method="landmark", n_features=8, key_steps=2, **QUICK).select_prompt(0)
     assert bias.fit.n_keys[0].tolist()[0] == 24
     assert torch.equal(bias.stacked("b_d")[0, 0], torch.ones(24, dtype=torch.float64))
+    own, exact = bias.attention[0], convert_prompt(model, PROMPT).attention[0]
+    assert torch.equal(own.b_kv[0, 0], exact.b_kv[0, 0, 24 - own.distance[0, 0]])
     assert error(model, bias) < 1e-9
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_second_prompt_is_kept_next_to_the_first(kind):
     model, second = peaked(kind), tokens(1, 10, seed=7)
-    at = dict(method="landmark", n_features=8, budget="equal", **QUICK)
+    at = dict(method="landmark", n_features=8, budget="equal", key_steps=2, **QUICK)
     both = convert_prompt(model, second, initial=convert_prompt(model, PROMPT), **at)
     assert both.d_phi == 24 + 8
     assert both.position_offset == both.n_prompt_tokens == 34
@@ -193,7 +195,8 @@ def test_keys_without_a_fit_stay_in_place_and_the_record_tells_no_steps():
 
 
 def test_polishing_moves_a_head_by_its_error_and_not_a_head_without_any():
-    bias = convert_prompt(peaked("softmax, rotary"), PROMPT[0], method="landmark", n_features=5, budget="equal", **UNMEASURED)
+    at = dict(method="landmark", n_features=5, budget="equal", key_steps=0, **UNMEASURED)
+    bias = convert_prompt(peaked("softmax, rotary"), PROMPT[0], **at)
     one = prompt_pass.as_batch(bias, 1)
     errors = torch.rand(one.stacked("b_d").shape[:3], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     errors[0, 0, 0] = 0
@@ -229,8 +232,8 @@ def test_the_kl_objective_weighs_by_the_prompted_models_probabilities(monkeypatc
 
     monkeypatch.setattr(gradients, "descend", only_measured)
     texts = tokens(6, 3, seed=8)
-    at = dict(method="landmark", n_features=3, reference=texts, budget="equal", polish_steps=1, objective="kl", **UNMEASURED)
-    bias, seen = convert_prompt(model, PROMPT, **at), texts
+    at = dict(method="landmark", n_features=3, reference=texts, budget="equal", key_steps=0, polish_steps=1, objective="kl")
+    bias, seen = convert_prompt(model, PROMPT, **at, **UNMEASURED), texts
     whole = model(torch.cat([PROMPT.expand(6, -1), seen], dim=1))[:, PROMPT.shape[1] :].log_softmax(dim=-1)
     with model.kv_bias(bias):
         log_p = model(seen).log_softmax(dim=-1)
@@ -311,7 +314,7 @@ def test_as_many_keys_as_tokens_is_exact_and_more_warns():
         assert convert_prompt(model, PROMPT, method="landmark", ratio=1.0).fit is None
     with pytest.warns(UserWarning, match="25 virtual keys for a prompt of 24 tokens: all 24 are kept"):
         assert error(model, convert_prompt(model, PROMPT, method="landmark", n_features=25)) < 1e-12
-    assert convert_prompt(model, PROMPT, method="landmark", ratio=0.1, budget="equal", **QUICK).d_phi == 3
+    assert convert_prompt(model, PROMPT, method="landmark", ratio=0.1, budget="equal", key_steps=0, **QUICK).d_phi == 3
 
 
 def test_a_prompt_that_came_out_of_generate():
@@ -367,7 +370,7 @@ def test_heads_that_never_look_at_the_prompt_and_singular_fits():
     model.blocks[1].attn.W_V.data[2] = 0.0
     model.blocks[1].attn.b_V.data[2] = 0.0
     for budget in ("equal", "logits"):
-        bias = convert_prompt(model, PROMPT, method="landmark", n_features=6, budget=budget, **QUICK)
+        bias = convert_prompt(model, PROMPT, method="landmark", n_features=6, budget=budget, key_steps=5, **QUICK)
         assert all(
             bool(x.isfinite().all())
             for x in (bias.stacked("b_kv"), bias.stacked("b_d"), bias.fit.head_output_error, bias.fit.mass_error)
@@ -407,7 +410,7 @@ def test_what_a_method_cannot_do_is_refused():
 
 def test_sums_of_converted_prompts_read_both():
     model = peaked("softmax, no positions")
-    at = dict(method="landmark", n_features=6, **QUICK)
+    at = dict(method="landmark", n_features=6, key_steps=2, **QUICK)
     a, b = convert_prompt(model, PROMPT, **at), convert_prompt(model, tokens(1, 24, seed=5), **at)
     both = KVBias.combine(a, replace(b, position_offset=24, record=b.fit), shift_state="last")
     with torch.no_grad(), model.kv_bias(both - b):

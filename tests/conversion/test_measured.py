@@ -18,7 +18,7 @@ from kvlens.units import layout_of_tokens
 
 PROMPT = "The widget is purple and the gadget is green. Return the color. Frobnicate the widget, and the depth."
 SENTENCES = ["The widget is purple and the gadget is green.", "Return the color.", "Frobnicate the widget, and the depth."]
-FEW = dict(method="landmark", n_features=3, n_continuations=3, continuation_length=6, n_held_out=1, verbose=False)
+FEW = dict(method="landmark", n_features=3, key_steps=2, n_continuations=3, continuation_length=6, n_held_out=1, verbose=False)
 
 
 @pytest.fixture(scope="module")

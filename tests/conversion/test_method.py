@@ -48,7 +48,7 @@ PROMPT = tokens(1, 12)[0]
 FEW = dict(n_continuations=2, continuation_length=4, n_held_out=1, seed=3)
 SHORTHAND = {
     "exact": (Exact(), {}),
-    "landmark": (Landmark(n_keys=4, budget="equal", **FEW), dict(n_features=4, budget="equal")),
+    "landmark": (Landmark(n_keys=4, budget="equal", key_steps=3, **FEW), dict(n_features=4, budget="equal", key_steps=3)),
     "attention_matching": (AttentionMatching(n_keys=4, keys="attention", **FEW), dict(n_features=4, keys="attention")),
     "streaming_llm": (StreamingLLM(n_keys=4, n_sink=1, **FEW), dict(n_features=4, n_sink=1)),
     "h2o": (H2O(n_keys=4, **FEW), dict(n_features=4)),
@@ -150,7 +150,7 @@ def test_the_bar_of_a_fit_names_its_step_and_leaves_nothing_behind(verbose, monk
     monkeypatch.setattr("kvlens.conversion.convert.SHOWN_AFTER", 0)
     monkeypatch.setattr("tqdm.auto.tqdm", OftenDrawn)
     monkeypatch.setattr(sys, "stderr", Terminal())
-    convert_prompt(model(), PROMPT, method=Landmark(n_keys=4, **FEW), verbose=verbose)
+    convert_prompt(model(), PROMPT, method=Landmark(n_keys=4, key_steps=3, **FEW), verbose=verbose)
     shown = sys.stderr.getvalue()
     assert ("moving keys" in shown) == verbose and shown.split("\r")[-1].strip() == ""
 

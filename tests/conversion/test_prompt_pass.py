@@ -123,7 +123,9 @@ def test_a_pass_with_every_hook_says_what_bare_ones_say(kind, method):
     """With the two summands of z apart, that is, where bare passes have one softmax over the keys of both."""
     model = model_of("softmax", kind)
     prompt, text = tokens(2, 7), tokens(2, 9, seed=1)
-    options = {} if method == "exact" else dict(method=method, n_features=3, n_continuations=2, continuation_length=6)
+    options = (
+        {} if method == "exact" else dict(method=method, n_features=3, key_steps=2, n_continuations=2, continuation_length=6)
+    )
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, :3] = 0
     real = mask.bool()
@@ -335,7 +337,7 @@ def test_a_head_that_does_not_reach_the_logits_gets_no_keys():
     last.attn.W_O.data[0, :, 0] = 3.0  # head 0 of the last layer writes to one dimension only,
     last.mlp.W_in.data[0] = 0.0
     model.W_U.data[0] = 0.0  # which nothing reads
-    n_keys = convert_prompt(model, prompt, method=Landmark(n_keys=4, **OWN_TEXTS), verbose=False).fit.n_keys
+    n_keys = convert_prompt(model, prompt, method=Landmark(n_keys=4, key_steps=0, **OWN_TEXTS), verbose=False).fit.n_keys
     assert int(n_keys[-1, 0]) == 0
     assert 0 < int(n_keys.sum()) <= 4 * n_keys.numel()
 

@@ -16,7 +16,7 @@ from kvlens.conversion.prompt_pass import convert_exactly
 from kvlens.conversion.reference_queries import reference_text
 
 PROMPT, OTHER, TEXT = tokens(1, 24)[0], tokens(1, 10, seed=3)[0], tokens(1, 12, seed=1)
-FEW = dict(method="landmark", n_features=5, n_continuations=9, continuation_length=6, verbose=False)
+FEW = dict(method="landmark", n_features=5, key_steps=2, n_continuations=9, continuation_length=6, verbose=False)
 
 
 @pytest.fixture(scope="module")

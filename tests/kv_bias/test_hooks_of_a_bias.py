@@ -232,7 +232,7 @@ def test_unhooked_nothing_is_expanded_or_copied(model):
 def test_where_scores_depend_on_more_than_the_key(kind, method):
     """Prompts of equal length, so that keys stand in their places; few keys at distances of their own are not exchangeable."""
     model = model_of("softmax", kind, **KINDS[kind])
-    options = dict(method=method, n_features=3, budget="equal", **FEW) if method == "landmark" else {}
+    options = dict(method=method, n_features=3, budget="equal", key_steps=2, **FEW) if method == "landmark" else {}
     one, other = (convert_prompt(model, prompt, **options) for prompt in (ONE, OTHER))
     layer, head = 1, 4
     if method == "landmark":

@@ -360,7 +360,7 @@ def test_batches_of_layers_of_unlike_widths(rotary):
 
 @torch.no_grad()
 def test_a_fit_is_narrow_and_so_is_what_its_file_gives(rotary, tmp_path):
-    way = Landmark(n_keys=3, n_continuations=4, continuation_length=5, n_held_out=0)
+    way = Landmark(n_keys=3, key_steps=2, n_continuations=4, continuation_length=5, n_held_out=0)
     bias = convert_prompt(rotary, PROMPT, method=way, verbose=False)
     assert [part.keys.shape[2] for part in bias.attention] == [int(part.used.sum(dim=-1).max()) for part in bias.attention]
     bias.save(tmp_path / "a")

@@ -210,7 +210,7 @@ def test_the_error_that_moves_keys_is_that_of_attention_to_them(rule):
 def test_moved_keys_have_less_error_and_the_best_values_there(rule, monkeypatch):
     for queries, prompt, start, distance, root in heads_with_three_keys(rule, rows=200):
         at = queries, prompt, start, distance, root
-        found = moved(*at, steps=100, seed=0)
+        found = moved(*at, steps=40, seed=0)
         wanted = moved_keys.Wanted.of(queries, prompt, distance)
         before, after = (moved_keys.mean_square(wanted, x, root) for x in (start, found))
         assert after < 0.9 * before

@@ -331,7 +331,7 @@ def test_keys_come_with_their_weights_and_values_without():
 def test_biases_of_fewer_keys_and_of_features_without_a_prompt():
     model = sharp("softmax, learned")
     for options in (
-        dict(method="landmark", n_features=3, verbose=False, n_continuations=2, continuation_length=3),
+        dict(method="landmark", n_features=3, key_steps=2, verbose=False, n_continuations=2, continuation_length=3),
         dict(method="random", n_features=8),
     ):
         clean, corrupted = (convert_prompt(model, x, **options) for x in (CLEAN, CORRUPTED))

@@ -301,7 +301,7 @@ def assert_same_under_bias(model, prompt, text, layer, key):
 @pytest.mark.parametrize("row", ["learned", "rotary, grouped", "alibi"])
 def test_fewer_keys_than_the_prompt_had_have_weights(row):
     model = shared(f"softmax, {row}")
-    bias = convert_prompt(model, PROMPT, method="landmark", n_features=3)
+    bias = convert_prompt(model, PROMPT, method="landmark", n_features=3, key_steps=2, n_continuations=3, continuation_length=6)
     pattern = attention_under_bias(model, bias, TEXT, LAYER).pattern[HEAD, -1]
     read = [key for key in range(len(pattern)) if pattern[key] > 0]  # a fitted weight may be 0
     assert read[0] == 0  # one of the bias, and all of the text
