@@ -31,6 +31,7 @@ os.register_at_fork(after_in_child=lambda: tqdm.set_lock(threading.RLock()))
 def pytest_collection_finish() -> None:
     """What was imported for all tests is not looked through for garbage each time."""
     gc.freeze()
+    gc.set_threshold(10_000, 20, 5)  # and what tests leave, rarely: looking for it took a twentieth of their time
 
 
 def pytest_configure(config: pytest.Config) -> None:
