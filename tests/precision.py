@@ -44,6 +44,11 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return off / float(expected.masked_fill(hidden, 0).norm()) if off else 0.0
 
 
+def close(found: Tensor, expected: Tensor) -> None:
+    """They are the same number by two ways."""
+    assert relative_error(found, expected) < LAW
+
+
 def share(error: float, theirs: Sequence[float]) -> float:
     """How much of its bound an error uses: of eight times the largest error of the reference implementation, on four draws, on
     the processor that runs the test. Single errors scatter by a factor of 3; no test uses more than a third."""

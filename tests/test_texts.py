@@ -47,7 +47,7 @@ BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 """GPT-2's alphabet, as transformers has it."""
 
 
-def model_of(tokenizer):
+def reading_by(tokenizer):
     """A stand-in for a model, with only a tokenizer."""
     model = copy.copy(tiny_text_model())
     model.tokenizer = tokenizer
@@ -60,9 +60,9 @@ def model(request):
         return tiny_text_model()
     data = request.getfixturevalue("outside_data")
     if request.param == "llama2.c":
-        return model_of(read_llama2c_tokenizer(data / "tok512.bin", 512))
+        return reading_by(read_llama2c_tokenizer(data / "tok512.bin", 512))
     gpt2 = transformers.GPT2TokenizerFast(vocab=str(data / "gpt2-vocab.json"), merges=str(data / "gpt2-merges.txt"))
-    return model_of(gpt2)
+    return reading_by(gpt2)
 
 
 def ids_of(model, text: str) -> torch.Tensor:
@@ -129,14 +129,14 @@ def test_pieces_of_sentence_piece_keep_their_blanks():
     """Its tokenizers drop the leading blank of a token decoded alone."""
     raw = Tokenizer(models.WordLevel({"\u2581the": 0, "\u2581": 1, "cat": 2, "\u2581\u2581s": 3}, unk_token="\u2581"))
     raw.decoder = decoders.Metaspace()
-    model, tokens = model_of(transformers.PreTrainedTokenizerFast(tokenizer_object=raw)), torch.tensor([0, 1, 2, 3, 0])
+    model, tokens = reading_by(transformers.PreTrainedTokenizerFast(tokenizer_object=raw)), torch.tensor([0, 1, 2, 3, 0])
     assert model.tokenizer.decode([0]) == "the"
     assert token_texts(model, tokens) == [" the", " ", "cat", "  s", " the"]
     assert joined(token_texts(model, tokens)).lstrip() == model.tokenizer.decode(tokens).lstrip()
 
 
 def test_without_a_tokenizer_tokens_are_numbers():
-    model = model_of(None)
+    model = reading_by(None)
     assert token_texts(model, torch.tensor([3, 1])) == ["3", "1"]
     assert next_token_texts(model, torch.tensor([3, 1]), torch.tensor([[4], [5]])) == [["4"], ["5"]]
 
@@ -153,7 +153,7 @@ def test_a_long_prompt_asks_the_tokenizer_once_for_each_token_that_it_has():
             return model.tokenizer.convert_ids_to_tokens(token)
 
     ids = ids_of(model, "你好 ").repeat(65_536 // 7)
-    assert joined(token_texts(model_of(Counting()), ids)) == "你好 " * (65_536 // 7)
+    assert joined(token_texts(reading_by(Counting()), ids)) == "你好 " * (65_536 // 7)
     assert len(asked) == len(ids.unique()) and all(len(one) == 1 for one in asked)
 
 

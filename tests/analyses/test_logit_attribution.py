@@ -33,7 +33,7 @@ NORMS = ["LN", "RMS, gated", "RMS at the end", "no norm"]
 ROUNDING = 2 * 6 * 30 * 2.3e-16  # both ways, five components and a constant, products of 30 numbers
 
 
-def model_of(name, folded):
+def normed(name, folded):
     model = sharp(name)
     if folded:
         model.process_weights_(center_unembed=False, center_writing_weights=False)
@@ -46,9 +46,9 @@ def model_of(name, folded):
 def test_components_and_the_constant_are_the_logits(name, folded):
     if folded and name == "RMS at the end":
         with pytest.raises(KVLensError, match="fold_ln would change"):
-            model_of(name, folded)
+            normed(name, folded)
         return
-    model = model_of(name, folded)
+    model = normed(name, folded)
     logits, cache = model.run_with_cache(TOKENS[None])
     components, labels = cache.decompose_resid(return_labels=True, apply_ln=False)
     assert len(labels) == 5  # rotary positions: embed, and attention and MLP of two layers
@@ -68,7 +68,7 @@ def test_components_and_the_constant_are_the_logits(name, folded):
 
 @pytest.mark.parametrize("name", NORMS)
 def test_a_heads_probe_is_its_results_logit(name):
-    model = model_of(name, folded=False)
+    model = normed(name, folded=False)
     _, cache = model.run_with_cache(TOKENS[None])
     [target] = logit_targets(model, TOKENS, answer=3, rival=11)
     scale = final_scale(model, cache)[0]

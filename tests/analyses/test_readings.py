@@ -31,7 +31,7 @@ MODELS = [*VARIANTS, SOFT_CAPPED, "softmax, learned", "softmax, shortformer", "s
 ROUNDING = 17 * 2.3e-16  # a sum over the vocabulary of 17 in float64
 
 
-def model_of(name):
+def capped(name):
     return sharp(name, output_logits_soft_cap=0.1 if name == SOFT_CAPPED else -1.0)
 
 
@@ -87,7 +87,7 @@ def test_a_doubled_bias_by_hand():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_against_the_slow_way(name):
-    model, cap = model_of(name), 0.1 if name == SOFT_CAPPED else None
+    model, cap = capped(name), 0.1 if name == SOFT_CAPPED else None
     effect = prompt_effect(model, PROMPT, TEXT, baseline=PROMPT[:1]).set_index(["condition", "position"])
     by_depth = prompt_by_depth(model, PROMPT, TEXT, baseline=PROMPT[:1]).set_index(["layer", "position"])
     points = [*(f"blocks.{layer}.hook_resid_pre" for layer in range(2)), "blocks.1.hook_resid_post"]
@@ -117,14 +117,14 @@ def test_against_the_slow_way(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_before_any_attention_the_prompt_changes_nothing(name, baseline):
     """The residual stream depends there on token and position alone, and the text has its positions with and without it."""
-    changes = prompt_by_depth(model_of(name), PROMPT, TEXT, baseline=baseline).set_index("layer")["loss_change"].dropna().abs()
+    changes = prompt_by_depth(capped(name), PROMPT, TEXT, baseline=baseline).set_index("layer")["loss_change"].dropna().abs()
     assert changes[0].max() < 17 * torch.finfo(torch.float64).eps  # a sum over the vocabulary of 17
     assert changes[2].max() > 1e-3  # far above rounding
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_converted_prompt_is_exact_and_another_is_compared_with_the_prompt_itself(name):
-    model, other = model_of(name), tokens(7, seed=4)
+    model, other = capped(name), tokens(7, seed=4)
     errors = conversion_error(model, PROMPT, TEXT)
     assert errors["relative_error"].max() < 1e-13 and errors["argmax_agrees"].all()  # 12 tokens, 2 layers, 2.2e-16
     bias = convert_prompt(model, other)

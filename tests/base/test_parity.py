@@ -44,7 +44,7 @@ def tensors_of(index):
     return [key for key, value in index.items() if all(isinstance(size, int) for size in value)]
 
 
-def build(fields):
+def build_base(fields):
     return HookedTransformer(HookedTransformerConfig(**fields))
 
 
@@ -78,7 +78,7 @@ def differences(frozen, case, seen):
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_everything_is_that_of_transformer_lens(name, frozen):
-    assert differences(frozen, name, of_configuration(name, build)) == ([], {})
+    assert differences(frozen, name, of_configuration(name, build_base)) == ([], {})
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
@@ -98,7 +98,7 @@ def test_text_is_read_and_continued_as_by_transformer_lens(frozen):
 
 
 def test_defaults_and_dtypes_are_those_of_transformer_lens(frozen):
-    assert differences(frozen, "defaults", of_defaults(build)) == ([], {})
+    assert differences(frozen, "defaults", of_defaults(build_base)) == ([], {})
     ours = of_defaults(build_kv) | {"fields": frozen["defaults"][0]["fields"]}
     assert differences(frozen, "defaults", ours) == ([], {})
 
@@ -125,7 +125,7 @@ def test_rounding_is_that_of_transformers(kind, dtype):
 @pytest.mark.parametrize("name", ["learned", "grouped", "rms_gated", "alibi", "experts", "like_gpt_oss"])
 def test_a_fault_of_1e_8_in_one_head_is_noticed(name, frozen):
     def build_faulty(fields):
-        model = build(fields)
+        model = build_base(fields)
         scale = torch.ones(model.cfg.n_heads, 1)
         scale[2] += 1e-8
         model.blocks[1].attn.hook_z.add_perma_hook(lambda z, hook: z * scale)

@@ -8,7 +8,7 @@ from small_models import linear_model, tokens
 from kvlens import KVLensError, KVShiftConfig, convert_prompt
 
 
-def build(**changes):
+def unshifted(**changes):
     defaults = dict(kv_shift=None, dtype=torch.float32, n_ctx=32)
     return linear_model(**{**defaults, "positional_embedding_type": "none", **changes})
 
@@ -23,7 +23,7 @@ def as_induction_head(model):
 
 @pytest.mark.parametrize("form", ["parallel", "chunked", "recurrent"])
 def test_a_key_of_zeros_gives_an_output_of_zeros_and_finite_gradients(form):
-    model = as_induction_head(build(feature_map="identity", kv_shift=KVShiftConfig(), linear_attention_form=form))
+    model = as_induction_head(unshifted(feature_map="identity", kv_shift=KVShiftConfig(), linear_attention_form=form))
     with torch.no_grad():
         z = model.run_with_cache(tokens(2, 5), names_filter="blocks.0.attn.hook_z")[1]["blocks.0.attn.hook_z"]
     assert bool((z[:, 0] == 0).all())
@@ -37,7 +37,7 @@ def test_a_key_of_zeros_gives_an_output_of_zeros_and_finite_gradients(form):
 
 
 def test_a_normalizer_that_is_zero_alone_names_layer_head_and_position():
-    model = build(feature_map="identity")
+    model = unshifted(feature_map="identity")
 
     def cancel(phi_k, hook):
         """The second token's key is minus the first one's."""
@@ -78,8 +78,8 @@ def logits_and_gradients(model, seed=0, other=None):
 @pytest.mark.parametrize(("feature_map", "score"), [("random", 300.0), ("hedgehog", 300.0), ("hedgehog", 2000.0)])
 def test_features_of_exponentials_hold_large_scores_in_a_float32_model(feature_map, score):
     """Both in float64; the weights of both are float32's. Where float32's features gave 0 / 0, float64's are far from 0."""
-    model = scaled_to(build(feature_map=feature_map, n_random_features=16), score)
-    wide = build(feature_map=feature_map, n_random_features=16, dtype=torch.float64)
+    model = scaled_to(unshifted(feature_map=feature_map, n_random_features=16), score)
+    wide = unshifted(feature_map=feature_map, n_random_features=16, dtype=torch.float64)
     wide.load_state_dict(model.state_dict())
     found, exact = logits_and_gradients(model), [logits_and_gradients(wide, seed) for seed in range(4)]
     rounded = [logits_and_gradients(wide, seed, other=model) for seed in range(4)]
@@ -98,7 +98,7 @@ def test_features_of_exponentials_hold_large_scores_in_a_float32_model(feature_m
 @pytest.mark.parametrize("names", [[], ["hook_pattern"]])
 def test_features_that_underflow_are_an_error_that_names_layer_head_and_cause(feature_map, score, remedy, names):
     """Not 0 without a word: a token always sees itself under a positive map."""
-    model = scaled_to(build(feature_map=feature_map, n_random_features=16), score)
+    model = scaled_to(unshifted(feature_map=feature_map, n_random_features=16), score)
     with pytest.raises(
         KVLensError, match=rf"layer \d, head \d, position \d: the normalizer .* underflows.*\n?.*{feature_map}.*{remedy}"
     ):
@@ -108,7 +108,7 @@ def test_features_that_underflow_are_an_error_that_names_layer_head_and_cause(fe
 
 
 def test_keys_that_a_hook_takes_away_are_no_underflow():
-    model = build(feature_map="random", n_random_features=16)
+    model = unshifted(feature_map="random", n_random_features=16)
     hooks = [("blocks.0.attn.hook_phi_k", lambda phi, hook: phi * 0), ("blocks.0.attn.hook_z", lambda z, hook: seen.append(z))]
     seen = []
     model.run_with_hooks(tokens(2, 5), fwd_hooks=hooks)

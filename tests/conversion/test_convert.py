@@ -4,9 +4,8 @@ import functools
 import math
 
 import pytest
-import small_models
 import torch
-from small_models import linear_model, logits_under, relative_error, tokens
+from small_models import linear_model, logits_under, model_of, relative_error, tokens
 from tiny_text_model import PROMPT, linear, softmax
 from tokenizers import normalizers
 
@@ -18,13 +17,9 @@ from kvlens.corpus import train_bpe_tokenizer
 ROUNDING = 1e-14  # float64: tens of terms through two layers
 
 
-def model_of(name, **more):
-    return small_models.model_of("linear", name, **more)
-
-
 def tokenized_model():
     tokenizer = train_bpe_tokenizer(["the cat sat on the mat and the dog ran to the man"] * 3, vocab_size=280)
-    model = model_of("rope after", d_vocab=len(tokenizer))
+    model = model_of("linear", "rope after", d_vocab=len(tokenizer))
     model.set_tokenizer(tokenizer)
     return model
 
@@ -60,7 +55,7 @@ def test_generation_under_a_bias_is_generation_after_the_prompt():
 
 
 def test_the_context_manager_restores_what_was_there():
-    model, text = model_of("learned"), tokens(1, 6)
+    model, text = model_of("linear", "learned"), tokens(1, 6)
     outer, inner = convert_prompt(model, tokens(1, 3)[0]), convert_prompt(model, tokens(1, 5)[0])
     free = model(text)
     with model.kv_bias(outer):
@@ -78,7 +73,7 @@ BOTH = pytest.mark.parametrize(("attention", "name"), [("linear", "rope after"),
 
 @BOTH
 def test_zero_like_is_the_model_without_a_prompt(attention, name):
-    model, text = small_models.model_of(attention, name), tokens(1, 6)
+    model, text = model_of(attention, name), tokens(1, 6)
     bias = convert_prompt(model, tokens(1, 5)[0]).zero_like()
     error = relative_error(logits_under(model, bias, text), model(text))
     assert error == 0 if attention == "linear" else error < 1e-12  # keys of weight 0 change the order of a softmax's sums
@@ -86,7 +81,7 @@ def test_zero_like_is_the_model_without_a_prompt(attention, name):
 
 @BOTH
 def test_interventions_inside_the_prompts_own_pass_reach_the_bias(attention, name):
-    model, prompt = small_models.model_of(attention, name), tokens(1, 5)[0]
+    model, prompt = model_of(attention, name), tokens(1, 5)[0]
     hook = ("blocks.1.attn.hook_v", lambda v, hook: v * 0)
     bias, plain = convert_prompt(model, prompt, fwd_hooks=[hook]), convert_prompt(model, prompt)
     assert torch.equal(bias.stacked("b_kv")[0], plain.stacked("b_kv")[0])
@@ -130,7 +125,7 @@ def test_a_string_of_which_the_tokenizer_makes_nothing_is_refused(prepend_bos, b
 
 
 def test_a_prompt_beyond_learned_positions_is_refused():
-    model = model_of("learned")
+    model = model_of("linear", "learned")
     with pytest.raises(KVLensError, match="n_ctx=41"):
         convert_prompt(model, tokens(1, 42))
     bias = convert_prompt(model, tokens(1, 40))
@@ -139,7 +134,7 @@ def test_a_prompt_beyond_learned_positions_is_refused():
 
 
 def test_changed_weights_are_noticed_even_when_set_in_place():
-    model = model_of("rope after")
+    model = model_of("linear", "rope after")
     bias = convert_prompt(model, tokens(1, 4))
     model.attach_kv_bias(bias)
     model.blocks[0].attn.W_Q.data[0, 0, 0] += 1
@@ -151,7 +146,7 @@ def test_changed_weights_are_noticed_even_when_set_in_place():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtype_is_not_part_of_the_fingerprint(dtype):
-    model = model_of("rope after", dtype=torch.float32)
+    model = model_of("linear", "rope after", dtype=torch.float32)
     bias = convert_prompt(model, tokens(1, 4))
     model.to(dtype, print_details=False)
     model.attach_kv_bias(bias)
@@ -159,14 +154,14 @@ def test_dtype_is_not_part_of_the_fingerprint(dtype):
 
 
 def test_nan_weights_are_refused():
-    model = model_of("rope after")
+    model = model_of("linear", "rope after")
     model.blocks[1].attn.W_K[0, 0, 0] = math.nan
     with pytest.raises(KVLensError, match="not finite"):
         convert_prompt(model, tokens(1, 4))
 
 
 def test_a_batch_of_prompts_needs_a_batch_of_texts():
-    model = model_of("rope after")
+    model = model_of("linear", "rope after")
     for n_texts in (2, 4):
         with model.kv_bias(convert_prompt(model, tokens(3, 4))), pytest.raises(KVLensError, match="holds 3 prompts"):
             model(tokens(n_texts, 5))
@@ -193,7 +188,7 @@ def test_attaching_to_one_model_leaves_another_of_the_same_config_alone():
 
 
 def test_every_shaping_field_of_the_configuration_counts():
-    model = model_of("rope after")
+    model = model_of("linear", "rope after")
     bias = convert_prompt(model, tokens(1, 4))
     for change in (
         dict(act_fn="relu"),
@@ -205,20 +200,20 @@ def test_every_shaping_field_of_the_configuration_counts():
         with pytest.raises(KVLensError, match=f"rest differs: '{sorted(change)[-1] if len(change) == 1 else 'NTK'}"):
             other.attach_kv_bias(bias)
     with pytest.raises(KVLensError, match="rotary_placement differs"):
-        model_of("rope before").attach_kv_bias(bias)
+        model_of("linear", "rope before").attach_kv_bias(bias)
     for change in (dict(n_ctx=99), dict(linear_attention_form="parallel"), dict(use_attn_result=True)):
         HookedKVTransformer.from_hooked_transformer(model, **change).attach_kv_bias(bias)
 
 
 def test_a_prompt_beyond_n_ctx_is_warned_of_where_positions_allow_it(recwarn):
-    model = model_of("rope after", n_ctx=12)
+    model = model_of("linear", "rope after", n_ctx=12)
     bias = convert_prompt(model, tokens(2, 12))
     assert not recwarn.list
     for options in (dict(prompt=tokens(2, 13)), dict(prompt=tokens(2, 1), initial=bias)):
         with pytest.warns(UserWarning, match="The prompt is longer than n_ctx=12, for which the model was made"):
             convert_prompt(model, **options)
     with pytest.raises(KVLensError, match="n_ctx=12"):
-        convert_prompt(model_of("learned", n_ctx=12), tokens(2, 13))
+        convert_prompt(model_of("linear", "learned", n_ctx=12), tokens(2, 13))
 
 
 FEW = dict(method="landmark", verbose=False, n_continuations=2, continuation_length=4)

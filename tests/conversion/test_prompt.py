@@ -3,7 +3,7 @@
 import numpy
 import pytest
 import torch
-from precision import LAW, relative_error
+from precision import LAW, close, relative_error
 from small_models import model_of
 
 from kvlens import KVLensError, carry_bias, convert_prompt, counterfactuals, logits_after
@@ -31,10 +31,6 @@ def model(request):
 def read(model, bias):
     with model.kv_bias(bias):
         return model(TEXT[None], attention_mask=torch.ones_like(TEXT[None]))[0]
-
-
-def close(a, b):
-    torch.testing.assert_close(a, b, rtol=0, atol=TOLERANCE)
 
 
 def test_closed_positions_are_the_prompt_without_the_tokens(model):
@@ -171,9 +167,9 @@ def test_the_passes_of_other_threads_and_of_ordinary_masks_are_as_before(model):
 
 TEXTS = dict(reference=torch.arange(24).reshape(2, 12) % 17, n_held_out=0, continuation_length=2)
 FITTED = {
-    "rotary": Landmark(n_keys=4, **TEXTS),
+    "rotary": Landmark(n_keys=4, key_steps=3, **TEXTS),
     "rotary, grouped": RandomProjections(n_features=16, **TEXTS),
-    "learned": Landmark(n_keys=4, **TEXTS),
+    "learned": Landmark(n_keys=4, key_steps=3, **TEXTS),
     "sinusoidal": RandomProjections(n_features=16, **TEXTS),
     "shifted, grouped": TaylorPolynomial(**TEXTS),
 }

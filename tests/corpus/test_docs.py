@@ -47,12 +47,12 @@ def _a_third_is_held_out(monkeypatch):
     monkeypatch.setattr(docs, "HELDOUT_FRACTION", 0.3)
 
 
-def build(root: Path):
+def built(root: Path):
     return corpus_of({"pack": find_modules(root, "pack")})
 
 
 def test_no_paragraph_occurs_twice_in_both_splits_together_and_shared_ones_occur_once(package):
-    corpus = build(package)
+    corpus = built(package)
     everything = paragraphs(corpus.train + corpus.heldout)
     assert len(everything) == len(set(everything))
     assert everything.count(normalize(SHARED)) == 1
@@ -63,23 +63,23 @@ def test_no_paragraph_occurs_twice_in_both_splits_together_and_shared_ones_occur
 
 
 def test_the_split_of_a_module_does_not_depend_on_the_other_modules(package):
-    before = {d.name for d in build(package).heldout}
+    before = {d.name for d in built(package).heldout}
     (package / "newcomer.py").write_text('"""A newcomer with a docstring of its own, of sufficient length."""')
-    assert before <= {d.name for d in build(package).heldout}
+    assert before <= {d.name for d in built(package).heldout}
 
 
 def test_two_builds_are_equal_and_a_changed_word_changes_the_hash(package):
-    first, second = build(package), build(package)
+    first, second = built(package), built(package)
     assert first == second
     assert first.corpus_hash == second.corpus_hash
     (package / "m0.py").write_text('"""Module zero says something else now, and at sufficient length."""')
-    assert build(package).corpus_hash != first.corpus_hash
+    assert built(package).corpus_hash != first.corpus_hash
 
 
 def test_the_cap_stops_after_the_module_that_reaches_it(package, monkeypatch):
-    whole = build(package)
+    whole = built(package)
     monkeypatch.setitem(MAX_CHARS, "pack", 500)
-    cut = build(package)
+    cut = built(package)
     longest = max(len(document.text) for document in whole.train + whole.heldout)
     assert 500 <= cut.counts["pack"].kept_chars < 500 + longest
     assert cut.counts["pack"].modules_over_the_cap == 41 - cut.counts["pack"].documents
@@ -87,7 +87,7 @@ def test_the_cap_stops_after_the_module_that_reaches_it(package, monkeypatch):
 
 
 def test_summary_adds_up(package):
-    corpus = build(package)
+    corpus = built(package)
     summary = corpus.summary()
     assert sum(summary["characters"].values()) == summary["packages"]["pack"]["kept_chars"]
     assert sum(summary["documents"].values()) == summary["packages"]["pack"]["documents"] == 41
@@ -128,7 +128,7 @@ def test_short_foreign_and_surrogate_docstrings(tmp_path):
     (tmp_path / "short.py").write_text('"""Too short."""')
     (tmp_path / "greek.py").write_text('"""' + "αβγδ εζηθ " * 20 + '"""', encoding="utf-8")
     (tmp_path / "odd.py").write_text('"""A lone surrogate \\ud800 stands in a text that is otherwise quite ordinary."""')
-    corpus = build(tmp_path)
+    corpus = built(tmp_path)
     assert [d.name for d in corpus.train + corpus.heldout] == ["pack.odd"]
     assert len(corpus.corpus_hash) == 64
 

@@ -18,7 +18,7 @@ LINEAR = [
 SOFTMAX = [f"softmax, {row}" for row in ("learned", "shifted, grouped", "alibi", "rotary", "sinks", "augmented in parallel")]
 
 
-def model_of(name: str) -> HookedKVTransformer:
+def model_named(name: str) -> HookedKVTransformer:
     """One of the rows above, or ``hf gpt2``, ``hf llama`` ..., ``zoo docs-linear`` ...; float64, without gradients."""
     if name.startswith("hf "):
         kind = name.removeprefix("hf ")

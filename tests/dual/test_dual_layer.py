@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dual_models import LINEAR, SOFTMAX, model_of, text_for
+from dual_models import LINEAR, SOFTMAX, model_named, text_for
 from ops_cases import normal
 from small_models import small_model
 from torch.nn import functional
@@ -111,7 +111,7 @@ def test_a_model_that_trains_gives_the_same_and_no_graph():
 
 @pytest.mark.parametrize("name", ["hf llama", "hf gpt2", "hf bloom", *LINEAR, *SOFTMAX])
 def test_the_other_heads_and_biases_of_every_kind_of_attention(name):
-    model = model_of(name)
+    model = model_named(name)
     dual = DualLayer.from_layer(model, text_for(model, 9), 1, 3)
     assert dual.equivalence_error() < 1e-12
 

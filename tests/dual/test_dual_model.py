@@ -5,7 +5,7 @@ all heads and queries at once, against DualModel head by head and query by query
 import pandas as pd
 import pytest
 import torch
-from dual_models import LINEAR, SOFTMAX, model_of, text_for
+from dual_models import LINEAR, SOFTMAX, model_named, text_for
 from small_models import small_model
 
 from kvlens import HookedKVTransformer, convert_prompt
@@ -30,7 +30,7 @@ KINDS = [*LINEAR, *SOFTMAX, "hf gpt2", "hf llama", "hf gpt_neox", "hf bloom"]
     ("name", "query", "n"), [*((name, -1, None) for name in KINDS), *((name, 6, 3) for name in (*LINEAR, "hf llama"))]
 )
 def test_one_step_is_the_heads_output(name, query, n):
-    model = model_of(name)
+    model = model_named(name)
     tokens = text_for(model, 11)
     _, cache = model.run_with_cache(tokens[None], names_filter=lambda hook: hook.endswith("hook_z"))
     for layer, head in heads_of(model)[:: 1 if n is None else 3]:
@@ -46,7 +46,7 @@ def test_one_step_is_the_heads_output(name, query, n):
 
 @pytest.mark.parametrize("name", ["zoo docs-linear", "zoo docs-shift", "zoo induction-plain-2l"])
 def test_one_step_is_the_heads_output_of_shipped_models(name):
-    model = model_of(name)
+    model = model_named(name)
     tokens = text_for(model, 24)
     errors = [DualModel.from_head(model, tokens, layer, head).equivalence_error() for layer, head in heads_of(model)]
     assert max(errors) < EXACT
@@ -62,7 +62,7 @@ def test_one_step_is_the_heads_output_of_stories260k(outside_data):
 @pytest.mark.parametrize("role", ["initial", "demonstrations"])
 @pytest.mark.parametrize("name", LINEAR)
 def test_an_attached_bias_is_part_of_the_dual_model(name, role):
-    model = model_of(name)
+    model = model_named(name)
     prompt, tokens = text_for(model, 9, seed=1), text_for(model, 7, seed=2)
     with model.kv_bias(convert_prompt(model, prompt)):
         for layer, head in heads_of(model):
@@ -73,10 +73,10 @@ def test_an_attached_bias_is_part_of_the_dual_model(name, role):
             assert dual.step().loss() < dual.reset().loss()
 
 
-@pytest.mark.parametrize("options", [dict(method="exact"), dict(method="landmark", n_features=4, budget="equal")])
+@pytest.mark.parametrize("options", [dict(method="exact"), dict(method="landmark", n_features=4, budget="equal", key_steps=2)])
 @pytest.mark.parametrize("name", ["softmax, learned", "softmax, shifted, grouped"])
 def test_virtual_keys_of_a_softmax_bias_are_tokens(name, options):
-    model = model_of(name)
+    model = model_named(name)
     prompt, tokens = text_for(model, 9, seed=1), text_for(model, 6, seed=2)
     with model.kv_bias(convert_prompt(model, prompt, **options)):
         for layer, head in heads_of(model)[::3]:
@@ -87,7 +87,7 @@ def test_virtual_keys_of_a_softmax_bias_are_tokens(name, options):
 
 
 def test_the_prompt_in_front_and_its_exact_bias_are_the_same_demonstrations():
-    model = model_of("softmax, shifted, grouped")
+    model = model_named("softmax, shifted, grouped")
     prompt, tokens = text_for(model, 9, seed=1), text_for(model, 6, seed=2)
     whole = DualModel.from_head(model, torch.cat([prompt, tokens]), 1, 4)
     with model.kv_bias(convert_prompt(model, prompt, method="exact")):
@@ -98,7 +98,7 @@ def test_the_prompt_in_front_and_its_exact_bias_are_the_same_demonstrations():
 
 def test_a_bias_as_initial_weight_or_as_demonstrations_is_the_same_head():
     """The prompt's tokens are demonstrations: the step from a bias contributes what they contributed together."""
-    model = model_of("rope after")
+    model = model_named("rope after")
     prompt, tokens = text_for(model, 9, seed=1), text_for(model, 5, seed=2)
     whole = DualModel.from_head(model, torch.cat([prompt, tokens]), 0, 2)
     with model.kv_bias(convert_prompt(model, prompt)):
@@ -115,7 +115,7 @@ def test_losses_and_steps_agree_with_the_loops(name, alpha):
     """The kernel form, one step after the other, against ``naive_dual`` on what the hooks show."""
     from kvlens.dual import read_layers
 
-    model = model_of(name)
+    model = model_named(name)
     tokens, layer, head, query, n = text_for(model, 9), 1, 3, 7, 4
     seen = []
     read_layers(model, tokens, lambda _, reading: seen.append(reading), [layer])
@@ -151,7 +151,7 @@ def test_losses_and_steps_agree_with_the_loops(name, alpha):
 
 
 def test_written_out_weights_and_autograd_on_them():
-    model = model_of("rope after")
+    model = model_named("rope after")
     dual = DualModel.from_head(model, text_for(model, 9), 0, 1, n_demonstrations=5)
     leaf = dual.weight.requires_grad_()
     loss = ops.dual_loss(leaf, dual.inputs, dual.labels, dual.normalizer, eta=0.1)
@@ -165,7 +165,7 @@ def test_written_out_weights_and_autograd_on_them():
 @pytest.mark.parametrize("kernel", ["random", "landmark"])
 @pytest.mark.parametrize("name", ["softmax, learned", "softmax, shifted, grouped", "hf llama"])
 def test_approximate_features_are_attention_with_these_features(name, kernel):
-    model = model_of(name)
+    model = model_named(name)
     tokens = text_for(model, 12)
     for layer, head in heads_of(model)[:4]:
         dual = DualModel.from_head(model, tokens, layer, head, kernel=kernel, n_features=9)
@@ -177,7 +177,7 @@ def test_approximate_features_are_attention_with_these_features(name, kernel):
 
 
 def test_more_features_come_closer_and_all_landmarks_are_exact():
-    model = model_of("softmax, learned")
+    model = model_named("softmax, learned")
     tokens = text_for(model, 12)
     errors = {
         m: sum(
@@ -187,13 +187,13 @@ def test_more_features_come_closer_and_all_landmarks_are_exact():
         for m in (8, 4096)
     }
     assert errors[4096] < errors[8] / 3  # errors fall as the root of m; 22 times as far in the mean
-    for one in (model, model_of("softmax, alibi")):
+    for one in (model, model_named("softmax, alibi")):
         every = DualModel.from_head(one, tokens, 0, 1, kernel="landmark", n_features=12)
         assert every.equivalence_error() < 1e-8
 
 
 def test_the_minimizer():
-    model = model_of("rope after")
+    model = model_named("rope after")
     dual = DualModel.from_head(model, text_for(model, 9), 0, 1)
     least = dual.minimize(0.3).loss(alpha=0.3)
     assert least < dual.reset().losses(30, alpha=0.3)[:10].min()
@@ -202,7 +202,7 @@ def test_the_minimizer():
 
 def test_bound_terms_by_hand():
     """The terms from features written out, for linear attention."""
-    model = model_of("rope after")
+    model = model_named("rope after")
     dual = DualModel.from_head(model, text_for(model, 9), 0, 1)
     terms = dual.bound(delta=0.1)
     trace = dual.inputs.square().sum()
@@ -265,7 +265,7 @@ def expected_losses(model, tokens, n, heads):
     ],
 )
 def test_losses_of_all_queries_are_those_of_one_by_one(name, n):
-    model = model_of(name)
+    model = model_named(name)
     tokens = text_for(model, 6)
     frame = dual_losses(model, tokens, n_demonstrations=n)
     assert frame["equivalence_error"].max() < 1e-12
@@ -275,7 +275,7 @@ def test_losses_of_all_queries_are_those_of_one_by_one(name, n):
 
 @pytest.mark.parametrize("name", ["gqa decay", "softmax, shifted, grouped"])
 def test_losses_under_an_attached_bias(name):
-    model = model_of(name)
+    model = model_named(name)
     tokens = text_for(model, 5)
     with model.kv_bias(convert_prompt(model, text_for(model, 7, seed=4))):
         frame = dual_losses(model, tokens)
@@ -289,7 +289,7 @@ def test_losses_under_an_attached_bias(name):
 )
 def test_the_null_is_what_a_run_shows_whose_values_change_places(name, n, bias):
     """Layer by layer, so that the layers before it, and with them its keys, are as they were."""
-    model = model_of(name)
+    model = model_named(name)
     tokens, order = text_for(model, 9), figures_module.another_order(9, n, seed=3)
     if bias:
         model.attach_kv_bias(convert_prompt(model, text_for(model, 6, seed=8)))
@@ -318,7 +318,7 @@ def test_better_aligned_predictions_show_no_learning(name):
 
 @pytest.mark.parametrize("name", [*LINEAR, *SOFTMAX])
 def test_the_step_is_exact_in_every_kind_of_model(name):
-    model = model_of(name)
+    model = model_named(name)
     assert dual_losses(model, text_for(model, 9), cosines=False)["equivalence_error"].max() < 1e-12
 
 
@@ -332,7 +332,7 @@ def test_the_step_is_exact_in_every_kind_of_model(name):
     ],
 )
 def test_demonstrations_are_those_of_the_dual_model(name, bias):
-    model = model_of(name)
+    model = model_named(name)
     tokens = text_for(model, 7)
     if bias:
         model.attach_kv_bias(convert_prompt(model, text_for(model, 6, seed=8)))
@@ -351,7 +351,7 @@ def test_demonstrations_are_those_of_the_dual_model(name, bias):
 
 
 def test_memory_is_bounded_by_taking_heads_in_parts(monkeypatch):
-    model = model_of("softmax, shifted, grouped")
+    model = model_named("softmax, shifted, grouped")
     tokens = text_for(model, 9)
     whole = dual_losses(model, tokens)
     monkeypatch.setattr(figures_module, "NUMBERS_AT_ONCE", figures_module.N_MATRICES * 81)
@@ -359,7 +359,7 @@ def test_memory_is_bounded_by_taking_heads_in_parts(monkeypatch):
 
 
 def test_without_cosines():
-    model = model_of("softmax, learned")
+    model = model_named("softmax, learned")
     tokens = text_for(model, 6)
     frame, whole = dual_losses(model, tokens, cosines=False), dual_losses(model, tokens)
     assert frame[[c for c in frame if c.startswith("cosine")]].isna().all().all()

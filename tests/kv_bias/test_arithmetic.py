@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from precision import LAW
+from precision import LAW, close
 from small_models import relative_error, sharp, tokens
 
 from kvlens import KVBias, KVLensError, carry_bias, combine, convert_prompt, counterfactuals
@@ -129,10 +129,6 @@ def logits_of(model, bias, text):
     with model.kv_bias(bias):
         rows = bias.batch_size or 1
         return model(text.expand(rows, -1), attention_mask=torch.ones(rows, text.shape[-1], dtype=torch.long))
-
-
-def close(a, b):
-    assert relative_error(a, b) < LAW
 
 
 def test_exchanged_layers(model):

@@ -21,7 +21,7 @@ SHIFT_STATE = TENSORS[2:]
 
 
 @functools.cache
-def model_of(**changes):
+def hedgehog(**changes):
     return linear_model(**{"feature_map": "hedgehog", "kv_shift": SHIFT, **changes})
 
 
@@ -38,7 +38,7 @@ def bias_of(seed=0, batch=None, shift_state_seed=None, **changes):
     def layer():
         return Layer((State(drawn("b_kv"), drawn("b_d")),), {x: drawn(f"last_{x}") for x in "kvq"})
 
-    rest = dict(n_prompt_tokens=7, position_offset=7, fingerprint=model_of().fingerprint(), record=None, single=batch is None)
+    rest = dict(n_prompt_tokens=7, position_offset=7, fingerprint=hedgehog().fingerprint(), record=None, single=batch is None)
     return KVBias(**{"layers": (layer(), layer()), **rest, **changes})
 
 
@@ -186,7 +186,7 @@ def test_token_counts_of_unequal_prompts_add_row_by_row():
 
 def test_the_sum_of_prompts_of_any_length_is_their_concatenation_if_order_does_not_matter():
     # one layer, no positions, no shift: b_KV and b_D are sums over tokens and over nothing else
-    model, x, y = model_of(n_layers=1, positional_embedding_type="none", kv_shift=None), tokens(2, 9), tokens(2, 5, seed=2)
+    model, x, y = hedgehog(n_layers=1, positional_embedding_type="none", kv_shift=None), tokens(2, 9), tokens(2, 5, seed=2)
     a, b, whole = (convert_prompt(model, text) for text in (x, y, torch.cat([x, y], dim=1)))
     assert a.position_offset != b.position_offset and a.starts_where(b)
     for added in (a + b, sum([a, b])):
@@ -194,13 +194,13 @@ def test_the_sum_of_prompts_of_any_length_is_their_concatenation_if_order_does_n
             assert (added.stacked(name) - whole.stacked(name)).norm() <= LAW * whole.stacked(name).norm()
         assert added.n_prompt_tokens == whole.n_prompt_tokens == 14
     assert ((whole - b).stacked("b_kv") - a.stacked("b_kv")).norm() <= LAW * whole.stacked("b_kv").norm()
-    rotary = model_of(rotary_placement="before", kv_shift=None)
+    rotary = hedgehog(rotary_placement="before", kv_shift=None)
     assert not convert_prompt(rotary, x).starts_where(convert_prompt(rotary, y))
 
 
 def test_any_two_prompts_of_a_shifted_model_add_and_the_sum_predicts_what_follows_the_second():
     """One shifted layer without positions: the sum misses only the pair at the seam, which the first's shift state holds."""
-    model = model_of(n_layers=1, positional_embedding_type="none", kv_shift=KVShiftConfig(window=1))
+    model = hedgehog(n_layers=1, positional_embedding_type="none", kv_shift=KVShiftConfig(window=1))
     first, second = tokens(2, 7, seed=1), tokens(2, 7, seed=2)
     added = convert_prompt(model, first) + convert_prompt(model, second)
     whole = convert_prompt(model, torch.cat([first, second], dim=1))
@@ -329,7 +329,7 @@ def test_dtypes_and_graphs_can_be_left_behind():
 
 @pytest.mark.parametrize("tensor", TENSORS)
 def test_what_is_not_finite_is_never_attached(tensor):
-    model, a = model_of(), bias_of(1)
+    model, a = hedgehog(), bias_of(1)
     for value in (float("nan"), float("inf")):
         broken = a.stacked(tensor)
         broken[1].flatten()[-1] = value
@@ -377,7 +377,7 @@ def test_files_of_others_are_refused(tmp_path):
 
 
 def test_one_changed_weight_is_noticed_and_how_a_shift_was_initialized_is_no_part_of_the_structure():
-    free, same = (HookedKVTransformer(model_of(kv_shift=KVShiftConfig(init=init)).cfg) for init in ("identity", "uniform"))
+    free, same = (HookedKVTransformer(hedgehog(kv_shift=KVShiftConfig(init=init)).cfg) for init in ("identity", "uniform"))
     assert free.fingerprint().kv_shift == same.fingerprint().kv_shift
     assert free.fingerprint().weights != same.fingerprint().weights
     bias = convert_prompt(free, tokens(1, 4))
@@ -438,7 +438,7 @@ def other(value):
 
 @pytest.mark.parametrize("field", [f.name for f in fields(Fingerprint)])
 def test_a_fingerprint_that_differs_is_refused_by_its_field(field):
-    mine = model_of().fingerprint()
+    mine = hedgehog().fingerprint()
     different = ((1, 1, 1, 1),) if field == "heads" else other(getattr(mine, field))
     theirs = replace(mine, **{field: different})
     with pytest.raises(KVLensError, match=f"attach: {field} differs"):
@@ -465,7 +465,7 @@ def test_a_fingerprint_that_differs_is_refused_by_its_field(field):
     ],
 )
 def test_a_bias_does_not_fit_another_model_and_says_why(changes, field):
-    bias = convert_prompt(model_of(), tokens(1, 4))
+    bias = convert_prompt(hedgehog(), tokens(1, 4))
     with pytest.raises(KVLensError, match=f"attach_kv_bias: {field} differs"):
-        model_of(**changes).attach_kv_bias(bias)
-    assert model_of(**changes).attached_kv_bias is None
+        hedgehog(**changes).attach_kv_bias(bias)
+    assert hedgehog(**changes).attached_kv_bias is None

@@ -33,7 +33,7 @@ def short_segments(monkeypatch):
     return of
 
 
-def model_of(name):
+def variant(name):
     changes = VARIANTS[name]
     return sharp("rope after" if changes else name, gain=1, **changes)
 
@@ -61,7 +61,7 @@ def caches_equal(one, two):
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_streamed_equals_whole(name, short_segments, monkeypatch):
-    model, text = model_of(name), tokens(3, POS)
+    model, text = variant(name), tokens(3, POS)
     short_segments(100)
     whole_cache, cache = model.empty_cache(3), model.empty_cache(3)
     whole, plain = model(text, past_kv_cache=whole_cache), model(text)
@@ -77,7 +77,7 @@ def test_streamed_equals_whole(name, short_segments, monkeypatch):
 
 @pytest.mark.parametrize("length", [1, 2, 7, POS - 1, POS, POS + 1])
 def test_any_length_of_segment(length):
-    model, text = model_of("window 3 with queries"), tokens(2, POS)  # segments shorter than the window among them
+    model, text = variant("window 3 with queries"), tokens(2, POS)  # segments shorter than the window among them
     parts = list(segments(model, text, segment_length=length))
     assert [part.shape[1] for part in parts[:-1]] == [length] * (len(parts) - 1)
     assert relative_error(torch.cat(parts, dim=1), model(text)) < LAW
@@ -85,7 +85,7 @@ def test_any_length_of_segment(length):
 
 @pytest.mark.parametrize("name", ["rope after", "gqa decay", "learned", "sinusoidal", "rope before"])
 def test_padding_anywhere_bias_and_cache(name, short_segments):
-    model, text = model_of(name), tokens(3, POS)
+    model, text = variant(name), tokens(3, POS)
     mask = torch.rand(3, POS, generator=torch.Generator().manual_seed(2)) < 0.6
     mask[0, :7], mask[1, 11:], mask[2] = False, False, True  # a segment without a real token, rows of unequal length
     bias, before = convert_prompt(model, tokens(3, 4, seed=5)), tokens(3, 6, seed=6)
@@ -105,7 +105,7 @@ def test_padding_anywhere_bias_and_cache(name, short_segments):
 
 
 def test_one_bias_serves_every_row_and_its_shift_state_is_read_once(short_segments):
-    model, text = model_of("window 3 with queries"), tokens(3, POS)
+    model, text = variant("window 3 with queries"), tokens(3, POS)
     prompt = tokens(1, 6, seed=4)[0]
     with model.kv_bias(convert_prompt(model, prompt)):
         streamed = model(text)
@@ -115,7 +115,7 @@ def test_one_bias_serves_every_row_and_its_shift_state_is_read_once(short_segmen
 
 def test_normalizers_below_zero_are_counted_over_the_whole_pass(short_segments):
     """In segments, too: the share in the warning is that of all tokens, not of the first segment that has any."""
-    model, text = model_of("rope after"), tokens(1, POS)
+    model, text = variant("rope after"), tokens(1, POS)
     bias = convert_prompt(model, tokens(1, 6, seed=4)[0]) * -2.0
 
     def read():
@@ -128,7 +128,7 @@ def test_normalizers_below_zero_are_counted_over_the_whole_pass(short_segments):
 
 
 def test_a_frozen_cache_stays_as_it_is(short_segments):
-    model, text = model_of("rope after"), tokens(2, POS)
+    model, text = variant("rope after"), tokens(2, POS)
     cache = model.empty_cache(2)
     model(tokens(2, 4, seed=1), past_kv_cache=cache)
     cache.freeze()
@@ -142,7 +142,7 @@ def test_a_frozen_cache_stays_as_it_is(short_segments):
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_every_return_type(masked, short_segments):
-    model, text = model_of("rope after"), tokens(3, POS)
+    model, text = variant("rope after"), tokens(3, POS)
     mask = torch.ones(3, POS, dtype=torch.long)
     mask[1, :6], mask[2, 9:] = 0, 0
     options = dict(attention_mask=mask) if masked else {}
@@ -162,7 +162,7 @@ def test_every_return_type(masked, short_segments):
 
 
 def test_hooks_of_either_kind_and_gradients_let_the_text_run_whole(short_segments, monkeypatch):
-    model, text = model_of("rope after"), tokens(1, POS)
+    model, text = variant("rope after"), tokens(1, POS)
     seen = lengths_seen(model, monkeypatch)
 
     def ignore(*_, **__):
@@ -233,7 +233,7 @@ def test_too_long_a_text_and_wrong_tokens_are_refused_before_anything_runs(short
 
 
 def test_a_failure_leaves_the_cache_as_it_was(short_segments, monkeypatch):
-    model, text = model_of("rope after"), tokens(1, POS)
+    model, text = variant("rope after"), tokens(1, POS)
     cache = model.empty_cache(1)
     model(tokens(1, 4, seed=1), past_kv_cache=cache)
     state, forward = cache.entries[0].state.kv.clone(), model.blocks[1].forward
@@ -261,7 +261,7 @@ def test_the_length_of_a_segment_follows_the_model_and_the_batch():
 
 def test_progress_is_reported_and_ends_at_one():
     told = []
-    list(segments(model_of("rope after"), tokens(1, POS), segment_length=10, on_progress=told.append))
+    list(segments(variant("rope after"), tokens(1, POS), segment_length=10, on_progress=told.append))
     assert told == [pytest.approx(10 / POS), pytest.approx(20 / POS), 1.0]
 
 

@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from kvlens.analyses.bias.patching import POINTS
-from precision import LAW, relative_error
+from precision import LAW, close
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, analyses, convert_prompt
@@ -70,10 +70,6 @@ SAME = {
     "softmax": {"kv_shift": True},
     "linear": {"attention": "linear", "feature_map": "identity", "normalizer": "none", "kv_shift": True, "attn_scale": 3.0},
 }
-
-
-def close(a, b):
-    assert relative_error(a, b) < LAW
 
 
 @pytest.fixture(scope="module", params=SAME)

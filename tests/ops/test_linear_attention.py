@@ -403,7 +403,7 @@ def row(position, adjacent_pairs):
     return angles.cos(), angles.sin()
 
 
-def close(a, b, n_tokens):
+def same_state(a, b, n_tokens):
     # each step of the loop rounds a rotation (3 roundings) and a decay; the angle of position n carries n eps
     bound = 8 * (n_tokens + 2) * EPS * (a.kv.abs().max() + b.kv.abs().max())
     assert (a.kv - b.kv).abs().max() <= bound
@@ -420,7 +420,7 @@ def test_carrying_equals_the_loop_over_tokens(seed, n_tokens, decays, turns, adj
     rotation = row(n_tokens, adjacent_pairs) if turns else None
     got = carry_state(before, n_tokens, decay=decay, rotation=rotation, adjacent_pairs=adjacent_pairs)
     expected = naive_carry_state(before, n_tokens, decay, FREQUENCIES.double() if turns else None, adjacent_pairs)
-    close(got, expected, n_tokens)
+    same_state(got, expected, n_tokens)
 
 
 @laws
@@ -431,7 +431,7 @@ def test_carrying_over_two_pieces_is_carrying_over_both(seed, m, n, adjacent_pai
     def carried(start, n_tokens):
         return carry_state(start, n_tokens, None, DECAY, row(n_tokens, adjacent_pairs), adjacent_pairs)
 
-    close(carried(carried(before, m), n), carried(before, m + n), m + n)
+    same_state(carried(carried(before, m), n), carried(before, m + n), m + n)
 
 
 @laws
@@ -442,7 +442,7 @@ def test_with_what_was_written_it_is_the_recurrence_from_the_old_state(seed, dec
     k, v = normal(BATCH, pos, HEADS, D_CARRIED, seed=seed + 5), normal(BATCH, pos, HEADS, D_HEAD, seed=seed + 6)
     whole = naive_linear_attention(k, k, v, k, k, decay, None, before).state
     written = naive_linear_attention(k, k, v, k, k, decay).state
-    close(carry_state(before, pos, written, decay), whole, 10 * pos)
+    same_state(carry_state(before, pos, written, decay), whole, 10 * pos)
 
 
 def test_rows_have_their_own_number_of_tokens():

@@ -42,7 +42,7 @@ def arguments_of(rule, decay, mask, pos, seed):
     }
 
 
-def close(got, expected):
+def same_sums(got, expected):
     """Sums of at most 70 * D_K terms in two orders, each with an exponent of up to 100 times as many that was rounded.
 
     Keys of norm 1 and b <= 2 keep every T at norm 1 or below: no term is larger than what was written before it.
@@ -89,17 +89,17 @@ def test_forms_agree_and_what_is_carried(rule, decay, mask, pos, chunk_size, see
     z, final = call(naive, arguments, **more)
     for form in fast:
         for got, expected in zip(call(form, arguments, **more), (z, final), strict=True):
-            close(got, expected)
+            same_sums(got, expected)
     real = torch.ones(BATCH, pos, dtype=torch.bool) if arguments["mask"] is None else arguments["mask"]
     values = arguments["v"] * real[..., None, None]
     kbar, P, qbar, pattern = (
         call(getattr(package, name), arguments, chunk_size=chunk_size)
         for name in ("carried_keys", "state_map", "carried_queries", "effective_attention")
     )
-    close(P @ S + torch.einsum("bjhk,bjhd->bhkd", kbar, values), final)
+    same_sums(P @ S + torch.einsum("bjhk,bjhd->bhkd", kbar, values), final)
     context = torch.einsum("bhij,bjhd->bihd", pattern, values)
-    close(context[real], call(naive, arguments)[0][real])
-    close((context + torch.einsum("bihk,bhkd->bihd", qbar, S))[real], z[real])
+    same_sums(context[real], call(naive, arguments)[0][real])
+    same_sums((context + torch.einsum("bihk,bhkd->bihd", qbar, S))[real], z[real])
     assert not pattern.triu(1).any()
     assert not pattern[~(real[:, None, :, None] & real[:, None, None]).expand_as(pattern)].any()
     assert not qbar[~real].any() and not kbar[~real].any()
@@ -122,8 +122,8 @@ def test_cut_anywhere_and_carried_equals_the_whole(rule, decay, mask, pos, chunk
         z, final = run(arguments, initial_state=S)
         a, between = run(part(slice(cut)), initial_state=S)
         b, end = run(part(slice(cut, None)), initial_state=between)
-        close(torch.cat([a, b], dim=1), z)
-        close(end, final)
+        same_sums(torch.cat([a, b], dim=1), z)
+        same_sums(end, final)
 
 
 @pytest.mark.parametrize("decay", ["usual", "strong"])
@@ -145,7 +145,7 @@ def test_gradients_are_those_of_the_loop(rule, decay, monkeypatch):
     expected = gradients(naive)
     for form in fast:
         for name, gradient in gradients(form).items():
-            close(gradient, expected[name])
+            same_sums(gradient, expected[name])
 
 
 def test_one_token_of_mamba_by_hand():

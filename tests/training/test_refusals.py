@@ -53,7 +53,7 @@ def regression(dimensions=3):
     return make_task("regression", functions="linear", dimensions=dimensions, n_points=4)
 
 
-def build(settings=None, **options):
+def built(settings=None, **options):
     return build_model(tiny_task(), {} if settings is None else settings, **options)
 
 
@@ -83,8 +83,8 @@ REFUSED = [
     lambda: run(build_model(regression(5), {"n_layers": 1}, device="cpu"), regression()),
     # what is built, scored and drawn
     lambda: find_recipe("inducton"),
-    lambda: build({"n_layer": 1}),
-    lambda: build(device="meta"),
+    lambda: built({"n_layer": 1}),
+    lambda: built(device="meta"),
     lambda: score_heldout(tiny_model(), tiny_task(), 0),
     lambda: make_task("inducton"),
     *(lambda n=name: task(n).sample(0, seeded(0)) for name in SMALL_TASKS),
