@@ -47,7 +47,7 @@ class Open:
         self.connections: list[http.client.HTTPConnection] = []
 
     def connect(self) -> http.client.HTTPConnection:
-        self.connections.append(http.client.HTTPConnection(HERE, self.port, timeout=60))
+        self.connections.append(http.client.HTTPConnection(HERE, self.port, timeout=300))
         return self.connections[-1]
 
     def hang_up(self) -> None:
@@ -58,7 +58,7 @@ class Open:
         for connection in self.connections:
             connection.close()
         self.http.should_exit = True
-        self.thread.join(timeout=30)
+        self.thread.join(timeout=120)
         self.listening.close()
         assert not self.thread.is_alive()
 
@@ -101,7 +101,7 @@ def opened(models):
         if name == "damaged":
             raise OSError("the file ends too early\nand more")
         if name == "slow":
-            assert models["may be loaded"].wait(60)
+            assert models["may be loaded"].wait(300)
         return models["chat" if name == "chat" else "facts-gpt2"]
 
     models["may be loaded"].clear()
@@ -112,7 +112,7 @@ def opened(models):
 
 
 def until(is_true) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + 300
     while not is_true():
         assert time.monotonic() < end
         time.sleep(0.02)

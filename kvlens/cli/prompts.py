@@ -33,9 +33,8 @@ NESTED = (
     " Which room holds the clock? The",
 )
 MINUTES = (
-    "Minutes of the meeting of 3 May. Everybody was there but Anna Kowalska, who is on leave until 17 June. The new office "
-    "will be in Rotterdam, near the station. The rent is 12,500 euros a month. Samuel Okafor gave a talk about the archive.",
-    "In which city will the new office be?",
+    "Everybody was there on Tuesday. The new office will be in Rotterdam. The rent is 12,500 euros a month.",
+    "In which city will the new office be? Answer in one short sentence.",
 )
 HELP_PAGE = (
     """\

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from queue import Empty, Queue
+from queue import Queue
 from typing import Any
 
 from test_chromium import CHROMIUM, FLAGS
@@ -31,7 +31,7 @@ class Chromium:
         self.process = subprocess.Popen(command, pass_fds=(theirs_in, theirs_out), env=environment, stderr=subprocess.DEVNULL)
         os.close(theirs_in)
         os.close(theirs_out)
-        self.numbers, self.answers = itertools.count(1), dict[int, Queue]()
+        self.numbers, self.answers = itertools.count(1), dict[int, Queue[dict]]()
         self.events: list[dict] = []
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -43,16 +43,12 @@ class Chromium:
                 self.answers[message["id"]].put(message) if "id" in message else self.events.append(message)
 
     def send(self, method: str, session: str | None = None, **given: Any) -> dict:
-        number = next(self.numbers)
-        self.answers[number] = Queue()
+        number, answers = next(self.numbers), Queue[dict]()
+        self.answers[number] = answers
         message = {"id": number, "method": method, "params": given} | ({"sessionId": session} if session else {})
         os.write(self.out, json.dumps(message).encode() + b"\0")
-        try:
-            answer = (
-                self.answers.pop(number).get(timeout=60) if number not in self.answers else self.answers[number].get(timeout=60)
-            )
-        except Empty:
-            raise TimeoutError(f"Chromium does not answer {method}") from None
+        answer = answers.get(timeout=300)
+        del self.answers[number]
         assert "error" not in answer, answer
         return answer["result"]
 
@@ -70,7 +66,7 @@ class Chromium:
 
     def close(self) -> None:
         self.process.terminate()
-        self.process.wait(timeout=30)
+        self.process.wait(timeout=120)
 
 
 class DrivenPage:
@@ -87,7 +83,7 @@ class DrivenPage:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def until(self, script: str, seconds: float = 120) -> Any:
+    def until(self, script: str, seconds: float = 300) -> Any:
         """What a script gives, when that is true."""
         end = time.monotonic() + seconds
         while not (found := self.evaluate(script)):
