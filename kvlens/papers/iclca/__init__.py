@@ -45,6 +45,7 @@ $$b'_{KV} = R_{-M}\, b_{KV} + \sum_{j=1}^{M} R_{j-M}\, \phi(k'_j)\, v_j'^T, \qqu
 | assumption 4.4 (1a): elu + 1; (1b): random features | `kvlens.ops.feature_maps.elu_plus_one`, `kvlens.ops.feature_maps.random_features` |
 | assumption 4.4 (2): RetNet | ``feature_map="identity"``, ``normalizer="none"``; their RetNet has no decay. Here it can: `kvlens.ops.linear_attention.retnet_decay` |
 | table 1: relative error of the logits | `kvlens.papers.iclca.conversion_error` |
+| slides, hypothesized arguments: the share of the bias, an edit of one fact | `kvlens.papers.iclca.stored_bias` |
 | table 2, sec. 6.2: in-context accuracy on bigrams | `kvlens.papers.iclca.conversion_accuracy`, task `kvlens.tasks.BigramTask` |
 | sec. 6.4, tables 3 to 5: text with the prompt, converted, and without | `kvlens.papers.iclca.gpt2_text`; by method and size `kvlens.papers.iclca.softmax_conversion`; next to methods of KV-cache compression `kvlens.papers.iclca.compaction` |
 | figure 1, sec. 6.3: training with the bias terms | `kvlens.papers.iclca.trainable_bias` |
