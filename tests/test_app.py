@@ -388,7 +388,7 @@ def test_a_person_plays_with_a_prompt_in_a_browser(tmp_path):
         page.until("!!document.querySelector('.layers') && !!document.querySelector('.without p')")  # still off
         assert page.evaluate("document.activeElement.dataset.claim") == "0"
         page.evaluate("document.querySelector('.without button').click()")
-        assert page.evaluate("document.querySelectorAll('.without p, .switched :not(:checked).source').length") == 0
+        assert page.evaluate("document.querySelectorAll('.without p, .switched input:not(:checked)').length") == 0
         page.evaluate("document.querySelector('[name=document]').value = ''; document.querySelector('form').requestSubmit()")
         page.until("document.querySelector('.state').dataset.kind === 'error'")
         said = page.evaluate("document.querySelector('.state').textContent")
