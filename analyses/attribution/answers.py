@@ -159,7 +159,7 @@ class Question:
         found = self.log_p(read, [self.answer] if self.rival is None else [self.answer, self.rival])
         return found[:, 0] if self.rival is None else found[:, 0] - found[:, 1]
 
-    def log_p(self, read: LogitsAfter, answers: Sequence[Int[Tensor, " answer_pos"]]) -> Float[Tensor, "row answer"]:
+    def log_p(self, read: LogitsAfter, answers: Sequence[Int[Tensor, " _"]]) -> Float[Tensor, "row answer"]:
         """The log-probability of each of several answers behind the text, in nats; those of one token share a reading."""
         shared = read(self.text, 1) if any(len(tokens) == 1 for tokens in answers) else torch.empty(0)
         found = []
