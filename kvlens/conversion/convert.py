@@ -3,8 +3,8 @@
 1. The method is found by its name, with its options, or is given (:func:`method_of`).
 2. The prompt becomes one batch of tokens, of which parts may be deleted or replaced (:mod:`kvlens.conversion.prompt`).
 3. What is attached, or ``initial``, is what the bias continues from: it must be of this model and of as many prompts.
-4. With linear attention one pass over the prompt leaves the bias in the states of a decoding cache, which is exact (ICLCA
-   alg. 1, :mod:`kvlens.conversion.linear`), and the next is step 11.
+4. With linear attention one pass over the prompt leaves the bias in the states of the layers, which is exact (ICLCA alg. 1,
+   :mod:`kvlens.conversion.linear`), and the next is step 11.
 5. With softmax attention it leaves every key and value, which is exact (:mod:`kvlens.conversion.prompt_pass`), and for
    ``method="exact"`` the next is step 10.
 6. The prompt repeated, its sentences with blanks, and what the model would write after it become reference text

@@ -186,6 +186,17 @@ def test_circuits_are_the_same_on_both_front_ends(family, both_of):
     assert relative_error(ran, other) < LAW and (ran[0] - ran[1]).abs().min() > 0.01
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_the_dual_model_under_a_bias_is_the_same_on_both_front_ends(family, both_of):
+    """Its keys are in W_0."""
+    tables = []
+    for model in both_of(family):
+        with model.kv_bias(convert_prompt(model, PROMPT)):
+            tables.append(analyses.dual_losses(model, TEXT))
+    pd.testing.assert_frame_equal(*tables, rtol=LAW, atol=LAW)
+    assert tables[0]["equivalence_error"].max() < LAW and tables[0]["step_share"].min() < 0.9  # the rest is the bias's
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_5", "falcon_h1_direct"])
 def test_patching_a_head_is_the_prompt_with_that_head_of_the_other(family, bridge_of):
     """Of attention and of a recurrent state; and all of the prompt is the clean run."""
