@@ -138,7 +138,12 @@ class Counterfactuals:
 
     def after(self, start: int) -> "Counterfactuals":
         """The same without their first ``start`` tokens."""
-        return replace(self, original=self.original[start:], tokens=self.tokens[:, start:], kept=self.kept[:, start:])
+        return self.columns(start, len(self.original))
+
+    def columns(self, start: int, stop: int) -> "Counterfactuals":
+        """What stands at a range of positions."""
+        here = slice(start, stop)
+        return replace(self, original=self.original[here], tokens=self.tokens[:, here], kept=self.kept[:, here])
 
 
 @checked

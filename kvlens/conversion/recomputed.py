@@ -1,13 +1,15 @@
 """A model's logits on a text after each of many counterfactual prompts, recomputed by full forward passes."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvlens.arguments import Span
 from kvlens.checks import checked
 from kvlens.conversion.convert import convert_prompt
 from kvlens.conversion.linear import carry_bias
@@ -93,30 +95,74 @@ def converted_rows(
     """The biases of counterfactual prompts, batch by batch: (numbers of the rows, their biases).
 
     What stands before the first change among the rows of a batch is converted once and extended from batch to batch, as in
-    :func:`logits_after`.
+    :func:`logits_after`. Gaps that all rows of a batch have are not read, where that saves more than a pass costs: the biases
+    are carried over them. A row that is left out for the most part is therefore a batch of its own.
 
     Args:
         model, prompts, on_tokens: as :func:`logits_after`.
         prefixes: the biases of the prompt's beginnings, by their number of tokens: the longest that fits is not converted
             again, and those that are made here are added, the newest that hold no more than a pass may; None keeps none.
     """
+    prefixes = {} if prefixes is None else prefixes
     first = prompts.first_changes().cpu().clamp(max=len(prompts.original) - 1)
-    order, prefixes = first.argsort(stable=True), {} if prefixes is None else prefixes
+    order, worth, n = first.argsort(stable=True), _worth(model, prompts.tokens.device), len(prompts.original)
+    gone = (~prompts.kept).sum(dim=1).cpu()
+    apart = (2 * gone > n - first) & (gone > worth) if _carries_over_gaps(model, prompts) else torch.zeros_like(gone).bool()
     before, prefix = 0, model.attached_kv_bias
-    for rows in order.split(_passes(first[order].tolist(), len(prompts.original), _worth(model, prompts.tokens.device))):
+    for rows in order.split(_passes(first[order].tolist(), n, worth, apart[order].tolist())):
         start = int(first[rows[0]])
         known = max((n for n in prefixes if before < n <= start), default=0)
         before, prefix = (known, prefixes[known]) if known else (before, prefix)
-        n_read = start - before + len(rows) * (len(prompts.original) - start)
+        n_read = start - before
         if start > before:
             prefix = convert_prompt(model, prompts.original[before:start], initial=prefix)
             before = start
             prefixes[start] = prefix
             while sum(each.num_parameters for each in prefixes.values()) > NUMBERS_PER_PASS:
                 del prefixes[next(iter(prefixes))]
-        yield rows, convert_prompt(model, prompts.rows(rows).after(before), initial=prefix)
+        biases = prefix
+        for here, is_read in _stretches(model, prompts.rows(rows).after(before), worth, biases is not None):
+            n_here = len(here.original)
+            if is_read:
+                biases = convert_prompt(model, here, initial=biases)
+                n_read += len(rows) * n_here
+            else:
+                biases = carry_bias(model, biases, n_here)  # type: ignore[arg-type]
+        yield rows, biases  # type: ignore[misc]
         if on_tokens is not None:
             on_tokens(n_read)
+
+
+def _carries_over_gaps(model: KVModel, prompts: Counterfactuals) -> bool:
+    return isinstance(model, HookedKVTransformer) and prompts.positions == "kept"
+
+
+def _stretches(model: KVModel, prompts: Counterfactuals, worth: int, follows: bool) -> Iterator[tuple[Counterfactuals, bool]]:
+    """Parts of counterfactual prompts, in order, and whether they are read; gaps of all rows are not, where that pays.
+
+    Args:
+        prompts: the rows of a batch.
+        worth: tokens that a pass costs.
+        follows: whether something stands in front that a bias is carried from.
+    """
+    n, start = len(prompts.original), 0
+    read = prompts.kept.any(dim=0).tolist()
+    for first, stop in _gaps(read) if _carries_over_gaps(model, prompts) else ():
+        if (stop - first) * len(prompts) > worth and (first > 0 or follows) and stop < n:
+            if first > start:
+                yield prompts.columns(start, first), True
+            yield prompts.columns(first, stop), False
+            start = stop
+    yield prompts.columns(start, n), True
+
+
+def _gaps(read: Iterable[bool]) -> Iterator[Span]:
+    """The ranges that are not read."""
+    at = 0
+    for is_read, group in itertools.groupby(read):
+        start, at = at, at + len(list(group))
+        if not is_read:
+            yield start, at
 
 
 def _worth(model: Any, device: torch.device) -> int:
@@ -132,14 +178,15 @@ def _gap(model: KVModel, prompts: Counterfactuals) -> int:
     return int(read.long().argmax()) if bool(read.any()) else len(read)
 
 
-def _passes(first: list[int], n_tokens: int, worth: int) -> list[int]:
+def _passes(first: list[int], n_tokens: int, worth: int, apart: Sequence[bool] = ()) -> list[int]:
     """Numbers of rows, in their order, that are read together: a pass ends where the tokens that its rows read again, although
-    they stand before their first change, add up to more than ``worth``, or at `TOKENS_PER_PASS`."""
+    they stand before their first change, add up to more than ``worth``, or at `TOKENS_PER_PASS`. Rows ``apart`` are alone."""
     sizes: list[int] = []
     start = again = 0
-    for change in first:
+    for i, change in enumerate(first):
         again += change - start
-        if not sizes or again > worth or (sizes[-1] + 1) * (n_tokens - start) > TOKENS_PER_PASS:
+        is_apart = any(apart[max(0, i - 1) : i + 1])
+        if not sizes or is_apart or again > worth or (sizes[-1] + 1) * (n_tokens - start) > TOKENS_PER_PASS:
             sizes.append(0)
             start, again = change, 0
         sizes[-1] += 1

@@ -7,7 +7,7 @@ from precision import LAW, close, relative_error
 from small_models import model_of
 
 from kvlens import KVLensError, carry_bias, convert_prompt, counterfactuals, logits_after
-from kvlens.conversion import Landmark, RandomProjections, TaylorPolynomial
+from kvlens.conversion import Landmark, RandomProjections, TaylorPolynomial, converted_rows
 
 KINDS = [
     *(("linear", x) for x in ("rope after", "rope before", "window 3 with queries", "gqa decay", "learned", "no positions")),
@@ -115,6 +115,20 @@ def test_a_bias_is_carried_over_what_no_row_of_a_pass_reads(model, positions, mo
     expected = torch.stack([read(model, each)[-2:] for each in alone])
     close(logits_after(model, rows, TEXT, 2, on_tokens=counted.append), expected)
     assert sum(counted) == len(PROMPT) + 5 * len(TEXT) + 2 * 7
+
+
+def test_biases_are_carried_over_the_gaps_that_all_rows_of_a_batch_have(model, monkeypatch):
+    """A row that lacks most of its tokens is a batch of its own, so that those are not read; of the others two share gaps."""
+    monkeypatch.setattr("kvlens.conversion.recomputed.FIXED_COST", 1)
+    deleted = [[(1, 4), (5, 10)], [(3, 6)], [(3, 6), (8, 10)], [], [(0, 13)]]
+    rows, counted = counterfactuals(model, PROMPT, deleted), []
+    found = [(which.tolist(), biases) for which, biases in converted_rows(model, rows, on_tokens=counted.append)]
+    assert [which for which, _ in found] == [[4], [0], [1, 2], [3]]
+    for which, biases in found:
+        with model.kv_bias(biases):
+            logits = model(TEXT.expand(len(which), -1), attention_mask=torch.ones(len(which), 5, dtype=torch.long))
+        close(logits, torch.stack([read(model, convert_prompt(model, PROMPT, without=deleted[row])) for row in which]))
+    assert counted == [13, 1 + 13 - 9, 2 + 2 * (13 - 3 - 3), 12 - 3 + 1]
 
 
 def test_everything_deleted_is_no_prompt_at_its_position(model):
