@@ -36,7 +36,9 @@ SHIFT_STATES = ("last_k", "last_v", "last_q", "conv")
 """The tensors that the text's first tokens mix with their own: the shift state, and the inputs of a short convolution."""
 
 
-def hidden_from_text(model: KVModel, prompt: Int[Tensor, " pos"], units: Bool[Tensor, "row pos"]) -> Iterator[KVBias]:
+def hidden_from_text(
+    model: KVModel, prompt: Int[Tensor, " pos"], units: Bool[Tensor, "row pos"], bias: KVBias | None = None
+) -> Iterator[KVBias]:
     """The bias of a prompt of which some positions are hidden from the text: batches that have a row for each row of ``units``.
 
     Left out are the terms of every position whose keys and values hold something of the hidden ones (:func:`carriers`), and the
@@ -51,8 +53,9 @@ def hidden_from_text(model: KVModel, prompt: Int[Tensor, " pos"], units: Bool[Te
         model: linear or softmax.
         prompt: [pos].
         units: True at the positions that are hidden.
+        bias: of the prompt, where it was read before; a linear model, and one with recurrent layers, reads it again.
     """
-    terms = Terms.of_prompt(model, prompt)
+    terms = Terms.of_prompt(model, prompt, bias)
     bias = terms.bias
     for rows in units.split(max(1, NUMBERS_AT_ONCE // max(1, sum(part.b_kv.numel() for part in bias.attention)))):
         whole = bias.repeat(len(rows))
@@ -104,13 +107,13 @@ class Terms:
     first_key: int = 0
 
     @classmethod
-    def of_prompt(cls, model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals) -> "Terms":
-        """Read the prompt once (one with recurrent layers twice)."""
+    def of_prompt(cls, model: KVModel, prompt: Int[Tensor, " pos"] | Counterfactuals, bias: KVBias | None = None) -> "Terms":
+        """Read the prompt once (one with recurrent layers twice); keys of a bias that is given are not read again."""
         n, read = (prompt.tokens.shape[1], prompt.kept[0].cpu()) if isinstance(prompt, Counterfactuals) else (len(prompt), None)
         if isinstance(model, HookedKVTransformer) and model.cfg.attention == "linear":
             found, bias = factors(model, prompt)
             return cls(model, bias, n, read, found)
-        bias = convert_prompt(model, prompt)
+        bias = convert_prompt(model, prompt) if bias is None else bias
         bias = bias if bias.batch_size is None else bias.select_prompt(0)
         if bias.kind != "virtual_keys" or (bias.attention and bias.d_phi < n):
             raise KVLensError('this needs a prompt with all of its keys: convert_prompt(model, prompt, method="exact")')

@@ -260,6 +260,10 @@ def test_the_prompt_is_converted_once_for_all_knockouts(attention, monkeypatch):
     one_by_one = torch.cat([each.stacked("b_d") for each in hidden_from_text(model, PROMPT, units)], dim=1)
     torch.testing.assert_close(one_by_one, at_once, rtol=1e-12, atol=1e-12)
     assert len(read) == 2
+    bias = convert_prompt(model, PROMPT)
+    given = torch.cat([each.stacked("b_d") for each in hidden_from_text(model, PROMPT, units, bias)], dim=1)
+    torch.testing.assert_close(given, at_once, rtol=1e-12, atol=1e-12)
+    assert len(read) == 2 + (attention == "linear")  # of a softmax model the keys of the bias that is given are taken
 
 
 def test_positions_of_a_long_prompt_are_exchanged_from_two_readings(monkeypatch):
