@@ -44,7 +44,7 @@ def read(tokenizer: PreTrainedTokenizerBase, text: str) -> ReadText:
 
 def marks_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     """The marks by their ids; a token that stands for unknown words is none, unless it is something else, too."""
-    template = _written(tokenizer)
+    template = _written(tokenizer, str(getattr(tokenizer, "chat_template", None) or ""))
     knows_all = tokenizer.is_fast and getattr(tokenizer.backend_tokenizer.model, "unk_token", "") is None
     unknown = None if knows_all else tokenizer.unk_token_id
     ends = (tokenizer.bos_token_id, tokenizer.eos_token_id)
@@ -56,10 +56,10 @@ def marks_of(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     }
 
 
-def _written(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The source of the chat template and what it writes around a message of each role, where it puts strings together."""
-    template = getattr(tokenizer, "chat_template", None)
-    found = [str(template or "")]
+@lru_cache(maxsize=1)  # every prompt asks for the marks
+def _written(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
+    """A chat template's source and what it writes around a message of each role, where it puts strings together."""
+    found = [template]
     for role, before in itertools.product(ROLES, ([], [{"role": "user", "content": "-"}])) if template else ():
         with contextlib.suppress(Exception):  # of a role that it refuses, or refuses there
             chat = [*before, {"role": role, "content": "-"}]
