@@ -38,7 +38,8 @@ from kvlens.analyses.segments import heads_of_model, telling
 from kvlens.arguments import USUAL_SECTIONS, SectionName
 from kvlens.checks import checked, ensure
 from kvlens.explanation.explained import Explained
-from kvlens.explanation.presentation import explanation_view, quoted
+from kvlens.explanation.presentation import quoted
+from kvlens.explanation.view import explanation_view
 from kvlens.model import heads_per_layer
 from kvlens.viz import (
     Page,
@@ -88,7 +89,8 @@ def explanation_page(
     names = [ensure("sections", SectionName, name) for name in dict.fromkeys(sections)]
     said = "this" if found.is_whole else repr(found.claim)
     asked = f"Asked: {quoted(found.question, LONGEST_SHOWN)} " if found.question else ""
-    page = Page(f"Why did the model say {said}?", f"{asked}Model: {model_in_words(model, model_name)}.")
+    about = f"{asked}Model: {model_in_words(model, model_name)}. {run_in_words(found)}"
+    page = Page(f"Why did the model say {said}?", about)
     page.section("The answer").add(explanation_view(found, asked=False))
     measured = _Measured(model, found, ablates="heads" in names)
 
@@ -120,6 +122,14 @@ def model_in_words(model: Any, name: str | None) -> str:
     heads = " or ".join(map(str, sorted(set(heads_per_layer(model)))))
     dtype = str(model.cfg.dtype).removeprefix("torch.")
     return f"{name}, {model.cfg.n_layers} layers of {heads} heads, {n_parameters(model):,} parameters, {dtype}"
+
+
+def run_in_words(found: Explained) -> str:
+    """What was read: by these numbers pages about the same question are told apart."""
+    parts = f"{len(found.units)} part{'s' if len(found.units) > 1 else ''}"
+    passes = f"{int(found.cost['passes'].sum()):,} passes that read {found.n_tokens:,} tokens"
+    n = len(found.response_tokens)
+    return f"Prompt: {len(found.tokens):,} tokens, {parts}. Answer: {n} token{'s' if n > 1 else ''}. Explained in {passes}."
 
 
 def n_parameters(model: Any) -> int:

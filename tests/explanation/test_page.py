@@ -76,6 +76,9 @@ def test_the_answer_is_read_first_with_the_question_and_the_model(story, tmp_pat
         "<h1>Why did the model say 'donkey'?</h1>",
         f'Asked: "{STORY[1].strip()}" Model: facts-linear, 2 layers of 4 heads, ',
     )
+    n = f"Prompt: {len(found.tokens)} tokens, 6 parts. Answer: {len(found.response_tokens)} tokens. Explained in "
+    assert f"{n}{found.cost['passes'].sum()} passes that read {found.n_tokens:,} tokens." in html
+    assert re.search(r"Made 20\d\d-\d\d-\d\dT[\d:+]+ with kvlens ", html)
     then = (
         "The model answers",
         "With all 6 parts of the prompt removed",
