@@ -131,6 +131,20 @@ def test_biases_are_carried_over_the_gaps_that_all_rows_of_a_batch_have(model, m
     assert counted == [13, 1 + 13 - 9, 2 + 2 * (13 - 3 - 3), 12 - 3 + 1]
 
 
+def test_beginnings_that_are_kept_are_not_converted_again(model, monkeypatch):
+    monkeypatch.setattr("kvlens.conversion.recomputed.FIXED_COST", 1)
+    rows, counted, prefixes = counterfactuals(model, PROMPT, [[(4, 6)], [(9, 10)]]), [], {}
+    (_, first), (_, second) = converted_rows(model, rows, prefixes=prefixes)
+    assert [*prefixes] == [4, 9]
+    again = [biases for _, biases in converted_rows(model, rows, prefixes=prefixes, on_tokens=counted.append)]
+    for old, new, gone in zip((first, second), again, ([(4, 6)], [(9, 10)]), strict=True):
+        expected = read(model, convert_prompt(model, PROMPT, without=gone))
+        for biases in (old, new):
+            with model.kv_bias(biases):
+                close(model(TEXT[None], attention_mask=torch.ones_like(TEXT[None]))[0], expected)
+    assert counted == [13 - 6, 13 - 9]
+
+
 def test_everything_deleted_is_no_prompt_at_its_position(model):
     empty = convert_prompt(model, PROMPT, without=[(0, 13)])
     zero = carry_bias(model, convert_prompt(model, PROMPT[:1]).zero_like(), 12)
