@@ -20,6 +20,9 @@ Positions = Literal["kept", "closed"]
 UnitName = Literal["message", "document", "paragraph", "line", "sentence", "code", "word", "token"]
 UNITS: tuple[str, ...] = get_args(UnitName)
 """What a prompt is cut into by name; ``code`` means statements."""
+Depth = Literal["units", "ranges", "layers", "heads", "positions"]
+HOW_FAR: tuple[str, ...] = get_args(Depth)
+"""How far an explanation goes."""
 SectionName = Literal["heads", "patterns", "shares", "effect", "depth", "logits", "dual", "copies", "exactness"]
 SECTIONS: tuple[str, ...] = get_args(SectionName)
 """What the page of an explanation can show below the answer."""

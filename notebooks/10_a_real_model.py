@@ -63,7 +63,7 @@ model = kvlens.load(source, verify=False, download=True)
 # %%
 minutes = "Everybody was there on Tuesday. The new office will be in Rotterdam. The rent is 12,500 euros a month."
 chat = Chat.ask("In which city will the new office be?", {"minutes.txt": minutes})
-found = kvlens.explain(model, chat, about="Rotterdam", on_progress=lambda *done: None)
+found = kvlens.explain(model, chat, about="Rotterdam", depth="layers", on_progress=lambda *done: None)
 found
 
 # %% [markdown]

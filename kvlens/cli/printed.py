@@ -1,6 +1,7 @@
 """An explanation in the terminal: 80 columns wide."""
 
 import textwrap
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -8,7 +9,9 @@ from rich.table import Table
 
 from kvlens.explanation import Explained, paragraphs
 from kvlens.explanation.exchanges import POSITION_GROUPS
-from kvlens.explanation.presentation import MEANINGS, answered, kept_in_words, sources_in_words
+from kvlens.explanation.presentation import MEANINGS, answered, kept_in_words, layers_named
+from kvlens.explanation.sources import sources_in_words
+from kvlens.explanation.view import smallest_ranges
 from kvlens.terminal import WIDTH, make_console, visible
 
 MOST_ROWS, BAR = 12, 10
@@ -34,13 +37,13 @@ def _show(console: Console, found: Explained) -> None:
     console.print(_lost_by_unit(found))
     n_alone = int(found.units["alone"].sum())
     if n_alone < len(found.units):
-        console.print(f"(the other {len(found.units) - n_alone} parts only with their whole document or paragraph)")
+        console.print(f"(the other {len(found.units) - n_alone} parts were not removed by themselves)")
     if n_alone > MOST_ROWS:
         console.print(f"(the {MOST_ROWS} largest of {n_alone})")
-    singles = found.rows("layers", "each")
-    if len(singles):
-        console.print(f"\nnats that {visible(found.named)} loses, layer by layer", style="bold")
-        console.print(_strip(singles["nats"].tolist()))
+    if smallest := smallest_ranges(found):
+        how = "layer by layer" if all("+" not in row.parts for row in smallest) else "by ranges of layers"
+        console.print(f"\nnats that {visible(found.named)} loses, {how}", style="bold")
+        console.print(_strip(smallest))
     positions = found.rows("positions", "each")
     if len(positions):
         console.print(f"\nnats that {visible(found.named)} loses when these are read without the cause", style="bold")
@@ -75,9 +78,11 @@ def _lost_by_unit(found: Explained) -> Any:
     return table
 
 
-def _strip(nats: list[float]) -> str:
-    """One line of blocks, with the layers that lose most named behind it."""
+def _strip(ranges: Sequence[Any]) -> str:
+    """One line of blocks, one for each layer, with the ranges of layers that lose most named behind it."""
+    nats = [row.nats for row in ranges]
     blocks, top = " ▁▂▃▄▅▆▇█", max(0.5, *nats)
     strip = "".join(blocks[round((len(blocks) - 1) * max(0.0, x) / top)] for x in nats)
-    best = sorted(range(len(nats)), key=lambda i: -nats[i])[:3]
-    return f"0 {strip} {len(nats) - 1}   " + ", ".join(f"layer {i}: {nats[i]:.1f}" for i in best)
+    by_parts = {row.parts: row.nats for row in sorted(ranges, key=lambda row: -row.nats)}
+    best = [f"{layers_named(parts)}: {each:.1f}" for parts, each in by_parts.items()][:3]
+    return f"0 {strip} {len(nats) - 1}   {', '.join(best)}"

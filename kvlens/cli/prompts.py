@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from kvlens.arguments import SECTIONS, UNITS, USUAL_SECTIONS, SectionName, check_characters, check_device, path_of
+from kvlens.arguments import HOW_FAR, SECTIONS, UNITS, USUAL_SECTIONS, SectionName, check_characters, check_device, path_of
 from kvlens.checks import Within, ensure
 from kvlens.errors import KVLensError
 from kvlens.files import check_regular, check_writable, each_once
@@ -244,9 +244,9 @@ def add_explain(commands: Any) -> None:
     )
     explain.add_argument(
         "--depth",
-        choices=("units", "layers", "heads", "positions"),
-        default="layers",
-        help="how far it goes: %(choices)s (default: %(default)s)",
+        choices=HOW_FAR,
+        default="ranges",
+        help="how far it goes: %(choices)s; ranges tries halves of the layers, layers each of them (default: %(default)s)",
         metavar="DEPTH",
     )
     explain.add_argument("--budget", type=int, metavar="TOKENS", help="tokens that may be read (default: as many as it takes)")

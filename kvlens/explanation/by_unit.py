@@ -1,62 +1,34 @@
-"""Steps 3 to 6: which units of the prompt lose a claim: documents or paragraphs first, then the units inside, then sets.
+"""Steps 3 to 6: which units of the prompt lose a claim.
 
-1. A prompt of more than `MANY` units has its documents or paragraphs (the *groups*) removed first, each whole. Inside a group
-   whose removal changes nothing (no firm difference, and no claim that falls by more than `NOTHING` nats), no unit is removed
-   by itself, and nothing is said about single ones.
+1. *Screen*, of a prompt of more than `MANY` units. Each unit is hidden from the response, for which the prompt is not read
+   again: the response does not read the unit's own positions, but what later ones have read of it. Units without which nothing
+   changes then (no firm difference, and no claim that falls by more than `NOTHING` nats) are removed *together*, and where
+   nothing changes either, that run is what is known about each of them. Where something does, each half is tried by itself, and
+   what is left of fewer than `FEWEST` is removed unit by unit. So every unit that is said to change nothing is missing in a
+   run. What such a run does not show are units whose effects cancel, and, as none does, what also stands elsewhere: see 3.
 2. Every other unit is removed, its gap kept. Units that lose a claim are removed again with what follows moved up: those that
    lose it both ways are causes.
-3. Where no unit alone is one, the strongest are removed together, then pairs of those that lose the claim together; of groups
-   first. So a fact that stands in two documents, neither of which changes anything, is found: the documents are lost together,
-   and their units are then tried.
+3. Where no unit alone is one, the strongest are removed together, then pairs of those that lose the claim together. Strong is a
+   unit that costs much when it goes, and little when it alone stays. Of more than `MOST_ORDERED` only the strongest
+   are tried so, by what the response loses when these, or all others, are hidden from it.
 """
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
-from kvlens import KVModel
 from kvlens.explanation.claims import may_be_lost
 from kvlens.explanation.runs import MORE_TOKENS, PASS, IndexSet, Outcome
-from kvlens.units import Layout, Unit, cut
 
 MANY = 12
-"""How many units are removed one by one from the start; of more, groups come first."""
-NOTHING = 0.3
-"""Nats: a group without which no claim falls by more changes nothing, if there is no firm difference either. (SmolLM2, nine
-questions about two or three documents: none of the 12 sentences in such documents had a firm difference alone, and the largest
-fall was 0.33 nats; with a bound of 1 none of 29.)"""
-MOST_TOGETHER, AT_ONCE = 5, 2
-"""Sets of the strongest units up to so many; so many sets are tried before the next ones."""
-
-
-class UnitGroup(NamedTuple):
-    """Units that are removed as a whole.
-
-    Attributes:
-        name: such as ``minutes.txt``, or ``minutes.txt, paragraph 2``.
-        members: units by number.
-    """
-
-    name: str
-    members: frozenset[int]
-
-
-def groups_of(model: KVModel, layout: Layout, units: Sequence[Unit]) -> list[UnitGroup]:
-    """The documents or the paragraphs of a prompt: of the two, the cut that takes fewer runs to find the units of one that
-    matters. Empty if that takes no fewer runs than removing each unit."""
-    best: list[UnitGroup] = []
-    fewest = len(units)
-    for level in ("document", "paragraph") if len(units) > MANY and model.tokenizer is not None else ():
-        groups = [
-            UnitGroup(each.name, frozenset(i for i, unit in enumerate(units) if each.start <= unit.start < each.stop))
-            for each in cut(model, layout, level)
-        ]
-        groups = [group for group in groups if group.members]
-        is_partition = sorted(i for group in groups for i in group.members) == list(range(len(units)))
-        n_runs = len(groups) + max((len(group.members) for group in groups), default=0)
-        if is_partition and len(groups) > 1 and n_runs < fewest:
-            best, fewest = groups, n_runs
-    return best
+"""How many units are removed one by one without a screen."""
+NOTHING, FEWEST = 0.3, 4
+"""Nats: without units nothing changes if no claim falls by more, and there is no firm difference either. (SmolLM2, nine
+questions about two or three documents: none of the 12 sentences in documents without which no claim falls by more had a firm
+difference alone, and the largest fall was 0.33 nats; with a bound of 1 none of 29.) And how many units are removed together."""
+MOST_TOGETHER, AT_ONCE, MOST_ORDERED = 5, 2, 12
+"""Sets of the strongest units up to so many; so many sets are tried before the next ones; units that are kept alone."""
 
 
 class UnitSearch:
@@ -64,81 +36,123 @@ class UnitSearch:
 
     Args:
         explaining: the explanation.
-        groups: of :func:`groups_of`.
 
     Attributes:
         each: what is said without each unit that was removed by itself.
-        first: the sets that are removed first: groups, or single units.
+        together: what is said without units that were removed together, where nothing changes.
     """
 
-    def __init__(self, explaining: Any, groups: Sequence[UnitGroup]) -> None:
-        self.explaining, self.runs, self.groups = explaining, explaining.runs, groups
+    def __init__(self, explaining: Any) -> None:
+        self.explaining, self.runs = explaining, explaining.runs
         self.everything = frozenset(range(len(explaining.units)))
         self.each: dict[int, Outcome] = {}
-        self.first = [group.members for group in groups] or [frozenset({unit}) for unit in self.everything]
+        self.together: dict[IndexSet, Outcome] = {}
 
     @property
-    def noun(self) -> str:
-        return "documents or paragraphs" if self.groups else "units"
+    def n_first(self) -> int:
+        """How many units are removed one by one, about."""
+        return min(len(self.everything), MANY)
 
     def cost(self) -> int:
-        """Estimate what it takes to remove what is removed first, and the units of one group: see `ExplanationProgress`."""
+        """Estimate what it takes to remove units: see `ExplanationProgress`."""
         n, n_response = len(self.explaining.prompt), len(self.explaining.response.tokens) + MORE_TOKENS
-        n_rows = len(self.first) + 3 + max((len(group.members) for group in self.groups), default=0)
-        return n_rows * (n // 2 + n_response) + (4 if self.groups else 2) * n_response * PASS
+        n_rows = self.n_first + 3
+        return n_rows * (n // 2 + n_response) + 2 * n_response * PASS
 
     def begin(self) -> Outcome:
-        """Remove everything, which shows the claims, and what is removed first; returns what is said without everything."""
-        sets = [self.everything, *self.first]
+        """Remove everything, which shows the claims, then units; returns what is said without everything."""
+        few = sorted(self.everything) if len(self.everything) <= MANY else []
         with self.runs.texts_together():
-            nothing, *first = self.runs.without(sets)
+            nothing, *_ = self.runs.without([self.everything, *([unit] for unit in few)])
             self.explaining.find_claims(nothing)
-            if not self.groups:
-                self._follow(dict(enumerate(first)))
-        nothing, *first = self.runs.without(sets)
-        self.of_groups = list(zip(self.groups, first, strict=True)) if self.groups else []
-        if not self.groups:
-            self.each = dict(enumerate(first))
-        return nothing
+            chosen = few or self._screened()
+            self._remove(chosen)
+            self._follow(nothing)
+        self._remove(chosen)
+        return self.runs.without([self.everything])[0]
 
-    def causes(self) -> list[IndexSet]:
-        """The statements on units; of each claim the first set that loses it."""
-        claims = range(len(self.explaining.claims))
-        for number in claims:
-            for group, now in self.of_groups:
-                self.add(number, now, "group", group.members)
-        self._open([group for group, now in self.of_groups if self._matters(now)])
-        return [self._cause(number, self._losing(number)) for number in claims]
+    def _remove(self, units: Sequence[int]) -> None:
+        """Remove units one by one, or read what is said by now."""
+        self.each |= dict(zip(units, self.runs.without([[unit] for unit in units]), strict=True))
 
-    def _follow(self, each: dict[int, Outcome]) -> None:
-        """Run at once what follows where a unit loses a claim: its gap closed, and all but the strongest removed."""
+    # --- the screen ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def hidden(self) -> list[Outcome]:
+        """What becomes of the response with each unit hidden from it."""
+        found: list[Outcome] = self.runs.hidden([[unit] for unit in sorted(self.everything)])
+        return found
+
+    def _screened(self) -> list[int]:
+        """Remove together what seems to change nothing; returns the other units, the strongest first."""
+        order = sorted(self.everything, key=lambda unit: -self._change(self.hidden[unit]))
+        waiting = [[unit for unit in order if not self._changes(self.hidden[unit])]]
+        while waiting:
+            units = waiting.pop()
+            if len(units) < FEWEST:
+                continue
+            (now,) = self.runs.without([units], wants_text=lambda now: False)
+            if self._changes(now):
+                waiting += [units[: len(units) // 2], units[len(units) // 2 :]]
+            else:
+                self.together[tuple(sorted(units))] = now
+        left = [unit for unit in order if not any(unit in units for units in self.together)]
+        n = len(self.explaining.prompt)
+        return [unit for i, unit in enumerate(left) if self.explaining.room("the weakest parts one by one", (i + 1) * n)]
+
+    def _change(self, now: Outcome) -> float:
+        """By how much the claim falls that falls most."""
+        return max(self.fall(number, now) for number in range(len(self.explaining.claims)))
+
+    def _changes(self, now: Outcome) -> bool:
+        return now.firm is not None or self._change(now) > NOTHING
+
+    # --- statements ---------------------------------------------------------------------------------------------------
+
+    def _follow(self, nothing: Outcome) -> None:
+        """Run at once what follows where units lose a claim, or may together, so that all texts are generated together."""
         lost: dict[int, None] = {}
-        strongest: dict[int, None] = {}
-        for number, claim in enumerate(self.explaining.claims):
-            falls = {unit: self.fall(number, now) for unit, now in each.items()}
-            may = [unit for unit, now in each.items() if may_be_lost(claim, falls[unit], now.firm)]
+        for number in range(len(self.explaining.claims)):
+            may = sorted(self._may_lose(number, self.each), key=lambda unit: -self.fall(number, self.each[unit]))
             lost |= dict.fromkeys(may)
-            if may and len(self.everything) > 1:
-                strongest[max(may, key=falls.__getitem__)] = None
-        self.runs.without_these(
-            [*(([unit], "closed") for unit in lost), *((self.everything - {unit}, "kept") for unit in strongest)]
+            if len(self.everything) == 1:
+                continue
+            if may and number == self.explaining.expected:
+                self.runs.without([self.everything - {may[0]}])
+            elif not may and self._may_lose(number, {0: nothing}):
+                self._follow_sets(number)
+        self.runs.without([[unit] for unit in lost], "closed")
+
+    def _follow_sets(self, number: int) -> None:
+        sets = self._sets(number)[:AT_ONCE]
+        with self.runs.step("sets"):
+            found = self._may_lose(number, dict(zip(sets, self._without(sets), strict=True)))
+            self.runs.without(found[:1], "closed")
+            if number == self.explaining.expected:
+                self.runs.without([self.everything - set(members) for members in found[:1]])
+
+    def _without(self, sets: Sequence[IndexSet]) -> list[Outcome]:
+        """What is said without sets; as a text where that decides about any claim."""
+        found: list[Outcome] = self.runs.without(
+            sets, wants_text=lambda now: any(self._may_lose(i, {0: now}) for i in range(len(self.explaining.claims)))
         )
+        return found
 
-    def _matters(self, now: Outcome) -> bool:
-        falls = (self.explaining.fall(claim, now) for claim in self.explaining.claims)
-        return now.firm is not None or max(falls) > NOTHING
+    def _may_lose(self, number: int, outcomes: dict[Any, Outcome]) -> list[Any]:
+        """What may lose a claim, so that the text that is said instead decides."""
+        claim = self.explaining.claims[number]
+        return [key for key, now in outcomes.items() if may_be_lost(claim, self.fall(number, now), now.firm)]
 
-    def _open(self, groups: Sequence[UnitGroup]) -> None:
-        """Remove the units of some groups one by one, and add what was found on all claims so far."""
-        new = [unit for group in groups for unit in sorted(group.members) if unit not in self.each]
-        n_tokens = len(new) * len(self.explaining.prompt)
-        if self.groups and new and self.explaining.room("units inside documents or paragraphs", n_tokens):
-            with self.runs.texts_together():
-                self._follow(dict(zip(new, self.runs.without([[unit] for unit in new]), strict=True)))
-            self.each |= dict(zip(new, self.runs.without([[unit] for unit in new]), strict=True))
-        else:
-            new = [] if self.groups else list(self.each)
-        for number, unit in itertools.product(range(len(self.explaining.claims)), new):
+    def causes(self, heading: int) -> list[IndexSet]:
+        """The statements on units; of each claim the first set that loses it."""
+        for number in range(len(self.explaining.claims)):
+            for units, now in self.together.items():
+                self.add(number, now, "group", units)
+        self._add_each(self.each)
+        return [self._cause(number, self._losing(number), number == heading) for number in range(len(self.explaining.claims))]
+
+    def _add_each(self, units: Iterable[int]) -> None:
+        for number, unit in itertools.product(range(len(self.explaining.claims)), sorted(units)):
             self.add(number, self.each[unit], "each", [unit])
 
     def _losing(self, number: int) -> list[int]:
@@ -146,15 +160,16 @@ class UnitSearch:
         order = sorted(self.each, key=lambda unit: -self.fall(number, self.each[unit]))
         return [unit for unit in order if self.explaining.lost(number, self.each[unit])]
 
-    def _cause(self, number: int, single: list[int]) -> IndexSet:
+    def _cause(self, number: int, single: list[int], is_heading: bool) -> IndexSet:
         breaking: list[IndexSet] = [(unit,) for unit in single if self._closed(number, (unit,), self.each[unit])]
         several = len(self.everything) > 1 and self.explaining.lost(number, self.explaining.nothing)
-        n_tokens = 2 * len(self.each or self.first) * len(self.explaining.prompt)
+        n_tokens = 2 * min(len(self.everything), MOST_ORDERED) * len(self.explaining.prompt)
         if not breaking and several and self.explaining.room("sets of units", n_tokens):
             with self.runs.step("sets"):
-                breaking = self._together(number)
-        for members in breaking[:1]:
-            self._only(number, members)
+                breaking = self._several(number)
+        others = self.everything.difference(*breaking[:1])
+        if breaking and others and is_heading:
+            self.add(number, self.runs.without([others])[0], "only", breaking[0], others=True)
         return breaking[0] if breaking else ()
 
     def _closed(self, number: int, members: Iterable[int], kept: Outcome) -> bool:
@@ -166,69 +181,52 @@ class UnitSearch:
             self.add(number, kept, "breaking", members)
         return lost
 
-    def _together(self, number: int) -> list[IndexSet]:
-        """The smallest set of units that loses the claim, of those that were tried."""
-        if self.groups:
-            self._open([self.groups[i] for i in self._groups_together(number)])
-            single: list[IndexSet] = [(i,) for i in self._losing(number) if self._closed(number, (i,), self.each[i])]
-            if single:
-                return single
-        units = sorted(self.each)
-        order = [units[i] for i in self._by_strength(number, [frozenset({unit}) for unit in units])]
-        most = min(MOST_TOGETHER, len(self.everything) - 1, len(order))
-        found = self._first_lost(number, [tuple(sorted(order[:size])) for size in range(2, most + 1)])
+    def _several(self, number: int) -> list[IndexSet]:
+        """The smallest set of units that loses the claim, of those that were tried; or those of its units that do so alone."""
+        found = self._first_lost(number, self._sets(number))
         if found is not None and len(found) > 2:
-            strongest = [unit for unit in order if unit in found]
+            strongest = [unit for unit in self._order(number) if unit in found]
             pairs = [tuple(sorted(pair)) for pair in itertools.combinations(strongest, 2)]
             found = self._first_lost(number, pairs[1:]) or found  # the strongest two were tried
-        return [] if found is None else [found]
+        if found is None:
+            return []
+        new = [unit for unit in found if unit not in self.each]
+        self._remove(new)
+        self._add_each(new)
+        alone = [unit for unit in self._losing(number) if unit in new]
+        return [(unit,) for unit in alone if self._closed(number, (unit,), self.each[unit])] or [found]
 
-    def _groups_together(self, number: int) -> list[int]:
-        """The groups in which a set is looked for: one that loses the claim alone, or the strongest that do together."""
-        outcomes = [now for _, now in self.of_groups]
-        n = len(outcomes)
-        order = sorted(range(n), key=lambda i: -self.fall(number, outcomes[i]))
-        alone = [i for i in order if self.explaining.lost(number, outcomes[i])]
-        if alone:
-            return alone[:1]
-        order = self._by_strength(number, self.first)
-        for size in range(2, min(MOST_TOGETHER, n - 1) + 1):
-            chosen = order[:size]
-            members = frozenset().union(*(self.first[i] for i in chosen))
-            (now,) = self.runs.without([members], wants_text=self._may_lose)
-            self.add(number, now, "together", sorted(members))
-            if self.explaining.lost(number, now):
-                return chosen
-        return order[:MOST_TOGETHER]
+    def _sets(self, number: int) -> list[IndexSet]:
+        """The strongest two units, three, and so on."""
+        order = self._order(number)
+        most = min(MOST_TOGETHER, len(order) - 1)
+        return [tuple(sorted(order[:size])) for size in range(2, most + 1)]
 
-    def _by_strength(self, number: int, sets: Sequence[frozenset[int]]) -> list[int]:
-        """Numbers of sets, first those that cost most when they go and least when they alone stay."""
-        gone = self.runs.without(sets)
-        only = self.runs.without([self.everything - each for each in sets], wants_text=lambda now: False)
+    def _order(self, number: int) -> list[int]:
+        """Units, first those that cost most when they go and least when they alone stay."""
+        units = sorted(self.everything)
+        if len(units) > MOST_ORDERED:
+            alone = self.runs.hidden([self.everything - {unit} for unit in units])
+            units = self._by_strength(number, units, self.hidden, alone)[:MOST_ORDERED]
+        gone = [self.each[unit] if unit in self.each else self.hidden[unit] for unit in units]
+        only = self.runs.without([self.everything - {unit} for unit in units], wants_text=lambda now: False)
+        return self._by_strength(number, units, gone, only)
+
+    def _by_strength(self, number: int, units: Sequence[int], gone: Sequence[Any], only: Sequence[Any]) -> list[int]:
         strength = [self.fall(number, a) - self.fall(number, b) for a, b in zip(gone, only, strict=True)]
-        return sorted(range(len(sets)), key=lambda i: -strength[i])
+        return [unit for _, unit in sorted(zip(strength, units, strict=True), key=lambda pair: -pair[0])]
 
     def _first_lost(self, number: int, sets: Sequence[IndexSet]) -> IndexSet | None:
         """The first set without which the claim is lost; a few are removed at a time."""
         for start in range(0, len(sets), AT_ONCE):
             some = sets[start : start + AT_ONCE]
-            outcomes = self.runs.without(some, wants_text=self._may_lose)
+            outcomes = self._without(some)
             for members, now in zip(some, outcomes, strict=True):
                 self.add(number, now, "together", members)
             for members, now in zip(some, outcomes, strict=True):
                 if self.explaining.lost(number, now) and self._closed(number, members, now):
                     return members
         return None
-
-    def _may_lose(self, now: Outcome) -> bool:
-        """Whether any claim may be lost, so that the text that is said instead decides."""
-        return any(may_be_lost(claim, self.explaining.fall(claim, now), now.firm) for claim in self.explaining.claims)
-
-    def _only(self, number: int, members: IndexSet) -> None:
-        """Add the statement on the run in which only this set of units is left."""
-        others = self.everything - set(members)
-        if others:
-            self.add(number, self.runs.without([others])[0], "only", members, others=True)
 
     def fall(self, number: int, now: Outcome) -> float:
         return float(self.explaining.fall(self.explaining.claims[number], now))

@@ -188,7 +188,7 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 FIRM = math.log(4)
 """How many nats are a firm difference: four times the odds."""
-SAME, NEAR_TIES, OTHER_WORDS, PARTLY, LOST, NOT_REACHED, NOT_LOST, UNKNOWN = VERDICTS = (
+SAME, NEAR_TIES, OTHER_WORDS, PARTLY, LOST, NOT_REACHED, NOT_LOST, NOT_KNOWN = VERDICTS = (
     "same words",
     "same but for near ties",
     "other words",
@@ -269,7 +269,7 @@ def verdict(claim: Claim, falls: Float[Tensor, " pos"], differs: int, firm: int 
     if firm is None:
         return Verdict(NEAR_TIES if differs else SAME, fall)
     if new is None:
-        return Verdict(UNKNOWN if may_be_lost(claim, fall, firm) else NOT_LOST, fall)
+        return Verdict(NOT_KNOWN if may_be_lost(claim, fall, firm) else NOT_LOST, fall)
     said = {normal(word.text) for word in new}
     kept = tuple(word for word in claim.words if word in said)
     if len(kept) == len(claim.words):

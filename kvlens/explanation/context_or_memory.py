@@ -151,5 +151,5 @@ def _losing_layers(model: KVModel, fact: StatedFact) -> str:
     document = fact.document(fact.object)
     chat = Chat.ask(fact.question, [document]) if has_chat_template(model) else document
     text = None if has_chat_template(model) else fact.question
-    found = explain(model, chat, text, about=fact.object)
+    found = explain(model, chat, text, about=fact.object, depth="layers")
     return ",".join(row.parts for row in found.rows("layers", "breaking").itertuples() if "+" not in row.parts)

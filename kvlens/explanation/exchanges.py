@@ -3,8 +3,12 @@
 What the prompt without the cause leaves in a set of them takes the place of what the whole prompt leaves there, by an exchange
 of :mod:`kvlens.analyses.bias.exchange`. Exchanged is everything before the response, the question included.
 
-- *Layers*: single ones first, then pairs of the strongest, then more of these together, until a set loses the claim; then the
-  strongest layers alone read the whole prompt, and the others do not.
+- *Layers*: both halves of them first, then the halves of each range that may lose the claim, down to single layers. A range
+  that loses nothing, all its layers together, is not divided: about one of them there is no run of its own, and layers whose
+  effects cancel are not found. Where neither half loses the claim, all layers do, and quarters and eighths of them are given
+  back as long as the others lose it. Then the ranges that lose it alone read the whole prompt, and the others do not.
+- *Layers one by one*, where they are asked for: then pairs of the strongest, then more of these together, until a set loses the
+  claim; then the strongest layers alone read the whole prompt.
 - *Heads*, where they are asked for: inside the layers that lose the claim, key-value groups and heads.
 - *Positions*, where they are asked for, in all layers and in groups: the cause's own words, the rest of its document, what
   stands between that and the question, the question, and the template's marks behind it. Positions before the cause are equal
@@ -98,6 +102,9 @@ def exchange_layers(explaining: Any, number: int, cause: tuple[int, ...]) -> int
     """
     donor, n_layers = explaining.runs.donor(cause), explaining.runs.bias.n_layers
     exchange, members = LayerExchange(explaining.runs.bias, donor), {layer: [layer] for layer in range(n_layers)}
+    if explaining.depth == "ranges":
+        _LayerRanges(explaining, number, "layers", exchange, members, cause).find()
+        return n_layers
     search = _Layers(explaining, number, "layers", exchange, members, cause)
     search.begin()
     breaking = search.breaking()
@@ -210,6 +217,75 @@ class _Search:
                 names, now = zip(*found, strict=True)
                 self.add(last, names, now, others)
                 return
+
+
+class _LayerRanges(_Search):
+    """Finds the smallest ranges of layers that lose a claim, by halving, and those that keep it alone."""
+
+    def find(self) -> None:
+        """Add the statements."""
+        with self.explaining.runs.texts_together():
+            tried = self._halved()
+            if not any(map(self.may_be_lost, tried.values())):
+                tried |= self._given_back()
+            promising = sorted((each for each, now in tried.items() if self.may_be_lost(now)), key=len)
+            self.read(_smallest(promising))
+            others = [self.all_but(each) for each in self._unions(promising)]
+            read = self.read(others, lambda now: False)
+            self.read([each for each, now in zip(others, read, strict=True) if not self.may_be_lost(now)][:1])
+        lost: list[IndexSet] = []
+        for each in promising:
+            if not any(set(other) < set(each) for other in lost):
+                lost += [each] if self.explaining.lost(self.number, self.read([each])[0]) else []
+        for each in tried:
+            self.run("each" if len(each) == 1 else "together", [each], lambda now: False)
+        self.run("breaking", sorted(lost, key=lambda each: -self.fall(tried[each])), self.may_be_lost)
+        self._keep(promising)
+
+    def _halved(self) -> dict[IndexSet, Outcome]:
+        """The ranges that were tried, the larger ones first."""
+        ranges, tried = _halves(tuple(self.members)), dict[IndexSet, Outcome]()
+        while ranges:
+            tried |= zip(ranges, self.read(ranges, lambda now: False), strict=True)
+            ranges = [half for each in ranges if self.may_be_lost(tried[each]) for half in _halves(each)]
+        return tried
+
+    def _given_back(self) -> dict[IndexSet, Outcome]:
+        """Sets that were tried where neither half loses the claim: what is left as parts are given back, largest first."""
+        left, tried = tuple(self.members), dict[IndexSet, Outcome]()
+        for n_parts in (4, 8):
+            size = -(-len(self.members) // n_parts)
+            for start in range(0, len(self.members), size):
+                rest = tuple(layer for layer in left if not start <= layer < start + size)
+                if rest and rest != left and rest not in tried:
+                    (tried[rest],) = self.read([rest], lambda now: False)
+                    left = rest if self.may_be_lost(tried[rest]) else left
+        return tried
+
+    def _unions(self, lost: Sequence[IndexSet]) -> list[IndexSet]:
+        """The smallest ranges that lose the claim together, then with larger ones, but for all layers."""
+        sizes = sorted({len(each) for each in lost})
+        unions = [tuple(sorted({i for each in lost if len(each) <= size for i in each})) for size in sizes]
+        return [each for each in dict.fromkeys(unions) if len(each) < len(self.members)]
+
+    def _keep(self, lost: Sequence[IndexSet]) -> None:
+        """The first union that keeps the claim alone."""
+        for each in self._unions(lost):
+            (now,) = self.run("only", [each], lambda now: False, others=True)
+            if not self.may_be_lost(now) and self.explaining.said(self.number, self.read([self.all_but(each)])[0]):
+                self.run("keeping", [each], lambda now: not self.may_be_lost(now), others=True)
+                return
+
+
+def _smallest(sets: Sequence[IndexSet]) -> list[IndexSet]:
+    """Those sets that have no other one inside."""
+    return [each for each in sets if not any(set(other) < set(each) for other in sets)]
+
+
+def _halves(layers: IndexSet) -> list[IndexSet]:
+    """Both halves of a range; none of a single layer."""
+    half = len(layers) // 2
+    return [layers[:half], layers[half:]] if half else []
 
 
 class _Layers(_Search):

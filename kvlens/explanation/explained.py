@@ -10,10 +10,12 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvlens.analyses.declaration import Columns
+from kvlens.explanation.by_unit import UnitSearch
 from kvlens.explanation.citations import by_sentence, citations_of, marked, needs_account
-from kvlens.explanation.claims import places_of_words
-from kvlens.explanation.presentation import SEPARATOR, explanation_view, in_words
+from kvlens.explanation.claims import NOT_KNOWN, places_of_words
+from kvlens.explanation.presentation import SEPARATOR
 from kvlens.explanation.runs import Outcome
+from kvlens.explanation.view import explanation_view, in_words
 
 CLAIM_COLUMNS = Columns(
     claim=("int64", "from 0, in the response's order"),
@@ -37,10 +39,10 @@ UNIT_COLUMNS = Columns(
     stop=("int64", "behind its last token"),
     effect=("float64", "by which the heading claim falls without it, nats; NaN where it was not removed by itself"),
     response_effect=("float64", "by which the whole response falls without it, nats; likewise"),
-    verdict=("str", "on the heading claim without it; without its whole group where it was not removed by itself"),
+    verdict=("str", "on the heading claim without it; without its group where it was not removed by itself"),
     is_cause=("bool", "in the heading claim's cause"),
-    group=("str", "the document or paragraph that was removed first, whole; empty where single units were from the start"),
-    alone=("bool", "whether it was removed by itself; it was not where nothing changes without its whole group"),
+    group=("str", "the units that it was removed together with, such as ``0+1+4``, where nothing changes; empty: with none"),
+    alone=("bool", "whether it was removed by itself"),
 )
 EFFECT_COLUMNS = Columns(
     unit=("int64", "from 0"),
@@ -65,8 +67,8 @@ STATEMENT_COLUMNS = Columns(
     about=("str", "``units``, ``layers``, ``groups`` (key-value groups), ``heads`` or ``positions``: what the set consists of"),
     role=(
         "str",
-        "``none``: no unit is left; ``group``: all units of a document or paragraph; ``each``: one unit, layer or group of "
-        "positions; ``together``: a set; ``breaking``: the set loses the claim "
+        "``none``: no unit is left; ``group``: units removed together, where nothing changes; ``each``: one unit, layer or "
+        "group of positions; ``together``: a set; ``breaking``: the set loses the claim "
         "(of units: with its gap kept and closed); ``only``: the set alone is kept; ``keeping``: it alone keeps the claim; "
         "``switched``: units that somebody left out (``kvlens app``)",
     ),
@@ -120,7 +122,7 @@ class Explained:
         statements: `STATEMENT_COLUMNS`, a row for each intervention and claim.
         positions: `POSITION_COLUMNS`, of each group that was exchanged; empty unless asked for.
         without: what the model says without any unit; None where that has no firm difference.
-        n_layers: how many layers were tried one by one; 0 where none were.
+        n_layers: how many layers the model has; 0 where none were exchanged.
         cost: what each step took, `COST_COLUMNS`.
         left_out: what the budget left no room for.
     """
@@ -130,7 +132,7 @@ class Explained:
     tokens: Int[Tensor, " pos"]
     n_prompt: int
     response: str
-    response_tokens: Int[Tensor, " pos"]
+    response_tokens: Int[Tensor, " response_pos"]
     cut_after: int | None
     claims: pd.DataFrame
     about: int
@@ -205,7 +207,7 @@ class Explained:
 
 def found_by(
     explaining: Any,
-    each: dict[int, Outcome],
+    search: UnitSearch,
     heading: int,
     causes: list[tuple[int, ...]],
     n_layers: int,
@@ -215,10 +217,10 @@ def found_by(
 
     Args:
         explaining: the explanation.
-        each: what is said without each unit that was removed by itself.
+        search: the removals of its units.
         heading: the number of the claim that heads the page.
         causes: of each claim, by number of units.
-        n_layers: how many layers were tried one by one.
+        n_layers: how many layers the model has, where they were exchanged.
         positions: of each group that was exchanged.
     """
     statements, citations = pd.DataFrame(explaining.rows), citations_of(explaining)
@@ -233,8 +235,8 @@ def found_by(
         claims=_table_of_claims(explaining, causes),
         about=heading,
         is_whole=explaining.is_whole,
-        units=_table_of_units(explaining, each, heading, causes[heading]),
-        effects=_table_of_effects(explaining, each),
+        units=_table_of_units(explaining, search, heading, causes[heading]),
+        effects=_table_of_effects(explaining, search.each),
         words=_table_of_words(explaining, citations),
         citations=citations,
         documents=explaining.read.documents,
@@ -263,10 +265,10 @@ def _table_of_claims(explaining: Any, causes: list[tuple[int, ...]]) -> pd.DataF
     )
 
 
-def _table_of_units(explaining: Any, each: dict[int, Outcome], heading: int, cause: tuple[int, ...]) -> pd.DataFrame:
-    claim, units = explaining.claims[heading], range(len(explaining.units))
-    group_of = {unit: group for group in explaining.read.groups for unit in group.members}
-    nearest_run = {unit: each.get(unit) or explaining.runs.without([group_of[unit].members])[0] for unit in units}
+def _table_of_units(explaining: Any, search: UnitSearch, heading: int, cause: tuple[int, ...]) -> pd.DataFrame:
+    claim, units, each = explaining.claims[heading], range(len(explaining.units)), search.each
+    group_of = {unit: group for group in search.together for unit in group}
+    nearest_run = {unit: each.get(unit) or search.together.get(group_of.get(unit, ())) for unit in units}
     return UNIT_COLUMNS.frame(
         {
             "unit": units,
@@ -276,9 +278,9 @@ def _table_of_units(explaining: Any, each: dict[int, Outcome], heading: int, cau
             "stop": [unit.stop for unit in explaining.units],
             "effect": [explaining.fall(claim, each[unit]) if unit in each else math.nan for unit in units],
             "response_effect": [float(each[unit].falls.sum()) if unit in each else math.nan for unit in units],
-            "verdict": [explaining.of(claim, nearest_run[unit]).name for unit in units],
+            "verdict": [NOT_KNOWN if now is None else explaining.of(claim, now).name for now in nearest_run.values()],
             "is_cause": [unit in cause for unit in units],
-            "group": [group_of[unit].name if unit in group_of else "" for unit in units],
+            "group": [SEPARATOR.join(map(str, group_of.get(unit, ()))) for unit in units],
             "alone": [unit in each for unit in units],
         }
     )

@@ -46,8 +46,8 @@ def _is_sign_of_a_name(letter: str) -> bool:
 def asked_for(explaining: Any, candidates: list[Claim]) -> list[float]:
     """By how many nats each candidate, as the whole response, is more probable with the question than without it."""
     texts = [_tokens(explaining, each) for each in candidates]
-    without = explaining.runs.without_question()
-    whole, other = (explaining.runs.replies(bias, texts) for bias in (explaining.runs.bias, without))
+    biases = explaining.runs.bias, explaining.runs.without_question
+    whole, other = (explaining.runs.replies(bias, texts) for bias in biases)
     return [a - b for a, b in zip(whole, other, strict=True)]
 
 

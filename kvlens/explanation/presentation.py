@@ -1,8 +1,4 @@
-"""Step 8: an explanation in sentences, and as a page. Each sentence is about runs that were made, and names their rows.
-
-The page shows the response with its words shaded by how much they depend on the prompt. Choosing a claim shades the prompt's
-parts by what the claim loses without each; choosing a part shows what the model says without it. Below is a strip of layers.
-"""
+"""Step 8: an explanation in sentences. Each is about runs that were made, and names their rows."""
 
 import itertools
 import re
@@ -11,11 +7,8 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from kvlens.explanation.citations import IN_QUESTION, SAID_ANYWAY, SOURCE, TOGETHER, UNFOUND, MarkedRun, marked_runs
-from kvlens.explanation.claims import GONE, LOST, NEAR_TIES, OTHER_WORDS, PARTLY, SAID, SAME
+from kvlens.explanation.claims import GONE, LOST, NEAR_TIES, NOT_KNOWN, OTHER_WORDS, PARTLY, SAME
 from kvlens.explanation.exchanges import POSITION_GROUPS
-from kvlens.viz import Piece
-from kvlens.viz._text import data_script, html_text
 
 LONGEST_UNIT, LONGEST_SAID = 160, 240
 MEANINGS = (
@@ -42,9 +35,6 @@ READABLE = 1e-5
 """The smallest probability that is written as a percentage, 0.001 %."""
 SEPARATOR = "+"
 """What stands between the members of a set."""
-NO_BREAK = "\N{NO-BREAK SPACE}"
-FULL_SHADE = 8.0
-"""How many nats give a word or a unit the full color."""
 
 
 class PrintedSentence(NamedTuple):
@@ -59,33 +49,9 @@ class PrintedSentence(NamedTuple):
     rows: tuple[int, ...]
 
 
-class SourceLine(NamedTuple):
-    """What the list below the answer says of a mark.
-
-    Attributes:
-        mark: what stands in the brackets; empty of words that have no mark.
-        text: what it says.
-        rows: indices of ``statements`` that it is about.
-    """
-
-    mark: str
-    text: str
-    rows: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"[{self.mark}] {self.text}" if self.mark else self.text
-
-
 def paragraphs(found: Any) -> list[list[PrintedSentence]]:
     """The sentences on the response and its claims, on the units, on the layers, and on positions."""
     return [each for each in map(list, (_of_claims(found), _of_units(found), _of_layers(found), _of_positions(found))) if each]
-
-
-def in_words(found: Any) -> str:
-    """The response with its sources, what is never removed, and the paragraphs, as text."""
-    texts = [" ".join(sentence.text for sentence in paragraph) for paragraph in paragraphs(found)]
-    sources = "\n".join(map(str, sources_in_words(found)))
-    return "\n\n".join(filter(None, [answered(found.marked, found.cut_after), sources, kept_in_words(found), *texts]))
 
 
 def answered(response: str, cut_after: int | None) -> str:
@@ -96,73 +62,6 @@ def answered(response: str, cut_after: int | None) -> str:
 def kept_in_words(found: Any) -> str:
     """What no run of the explanation is without."""
     return f"Never removed: {listed(found.always_there)}."
-
-
-def sources_in_words(found: Any) -> list[SourceLine]:
-    """A line for each mark: a source, sources that are needed together, what needs no part, and what none was found for."""
-    own = found.citations[found.citations["account"].isin([SOURCE, TOGETHER])]
-    lines = []
-    for number, rows in own.sort_values("source").groupby("source"):
-        alone, unit = rows[rows["account"] == SOURCE], int(rows["unit"].iloc[0])
-        text, of_claims = _without_these(found, alone, str(unit), "it") if len(alone) else ("", ())
-        lines.append(SourceLine(str(number), f"{unit_named(found, unit)}{'. ' if text else ''}{text}", of_claims))
-    several = [rows for _, rows in own[own["account"] == TOGETHER].groupby("claim", sort=False)]
-    numbers = [SEPARATOR.join(map(str, sorted(rows["source"]))) for rows in several]
-    for mark in dict.fromkeys(numbers):
-        claims = pd.concat([rows.head(1) for rows, number in zip(several, numbers, strict=True) if number == mark])
-        parts = SEPARATOR.join(map(str, sorted(several[numbers.index(mark)]["unit"])))
-        lines.append(SourceLine(mark, *_without_these(found, claims, parts, "these together")))
-    return [*lines, *_without_sources(found)]
-
-
-def _without_these(found: Any, claims: pd.DataFrame, parts: str, them: str) -> tuple[str, tuple[int, ...]]:
-    """Which claims are lost without units, and the statements that say so."""
-    lost = found.statements.query("about == 'units' and role == 'breaking'")
-    rows = lost.index[lost["claim"].isin(claims["claim"]) & (lost["parts"] == parts)]
-    return f"Without {them}, {_lost_in_words(found, claims)}.", tuple(map(int, rows))
-
-
-def _lost_in_words(found: Any, rows: pd.DataFrame) -> str:
-    """Which claims are lost, and which in part."""
-    by_verdict = rows.groupby("verdict", sort=False)["text"]
-    named = {verdict: ["the answer"] if found.is_whole else [*dict.fromkeys(map(repr, words))] for verdict, words in by_verdict}
-    return " and ".join(
-        f"{listed(words)} {'is' if len(words) == 1 else 'are'} lost{' in part' if verdict == PARTLY else ''}"
-        for verdict, words in named.items()
-    )
-
-
-def _without_sources(found: Any) -> Iterator[SourceLine]:
-    """The lines on words without a source; what they say is about the run without any part."""
-    rows = tuple(map(int, found.rows("units", "none").index))
-    account, is_said = found.citations["account"], found.citations["verdict"].isin(SAID)
-    verdicts = set(found.citations.loc[account == SAID_ANYWAY, "verdict"])
-    left = _phrases(found, (account == SAID_ANYWAY) & ~is_said)
-    if verdicts and verdicts <= {SAME, NEAR_TIES}:
-        ties = ", but for near ties" if NEAR_TIES in verdicts else ""
-        yield SourceLine("memory", f"Without any part of the prompt, the model gives the same answer{ties}.", rows)
-    elif said := _phrases(found, (account == SAID_ANYWAY) & is_said):
-        yield SourceLine("memory", f"Said without any part of the prompt, too: {_some(said)}.", rows)
-    if left:
-        fall = "it does not fall" if len(left) == 1 else "these do not fall"
-        text = f"Not said without any part of the prompt, but behind the same words {fall}: {_some(left)}."
-        yield SourceLine("memory", text, rows)
-    if unfound := _phrases(found, account == UNFOUND):
-        text = f"Lost without all parts of the prompt, and no part was found that loses it: {_some(unfound)}."
-        yield SourceLine("?", text, rows)
-    if asked := _phrases(found, account == IN_QUESTION):
-        yield SourceLine("", f"Words of the question have no mark: {_some(asked)}.", ())
-
-
-def _phrases(found: Any, chosen: pd.Series) -> list[str]:
-    """The words of some rows of the citations in quotation marks, neighbors together."""
-    spans: list[tuple[int, int]] = []
-    for row in found.citations[chosen].itertuples():
-        if spans and not found.response[spans[-1][1] : row.response_start].strip():
-            spans[-1] = (spans[-1][0], row.response_stop)
-        else:
-            spans.append((row.response_start, row.response_stop))
-    return [repr(found.response[start:stop]) for start, stop in spans]
 
 
 def cut_off(cut_after: int | None) -> str:
@@ -201,7 +100,7 @@ def _ended(sentence: str) -> str:
     return sentence if sentence.endswith(('."', '!"', '?"')) else f"{sentence}."
 
 
-def _some(words: Iterable[str]) -> str:
+def some_named(words: Iterable[str]) -> str:
     """List words, each once, and at most `MOST_LISTED` of them."""
     words = list(dict.fromkeys(words))
     n = len(words) - MOST_LISTED
@@ -209,18 +108,18 @@ def _some(words: Iterable[str]) -> str:
     return listed([*words[:MOST_LISTED], *more])
 
 
-def _some_groups(names: Iterable[str]) -> str:
-    """List documents and paragraphs, numbered ones in a row together: ``paragraphs 1 to 20 of system``."""
+def _some_units(names: Iterable[str]) -> str:
+    """List units, numbered ones in a row together: ``sentences 1 to 20 of system``."""
     found = []
     for (noun, owner), each in itertools.groupby(map(_numbered, names), key=lambda name: name[:2]):
         numbers = [number for *_, number in each if number is not None]
         found.append(f"{noun}{'s' if len(numbers) > 1 else ''} {_ranges(numbers)}{owner}" if numbers else noun)
-    return _some(found)
+    return some_named(found)
 
 
 def _numbered(name: str) -> tuple[str, str, int | None]:
-    """``system, paragraph 3`` as ``paragraph``, ``of system`` and 3."""
-    found = re.fullmatch(r"(?:(.*), )?(paragraph|document) (\d+)", name)
+    """``system, sentence 3`` as ``sentence``, ``of system`` and 3."""
+    found = re.fullmatch(r"(?:(.*), )?(\w+) (\d+)", name)
     return (found[2], f" of {found[1]}" if found[1] else "", int(found[3])) if found else (name, "", None)
 
 
@@ -259,7 +158,7 @@ def outcome(named: str, row: Any) -> str:
     if row.verdict == LOST:
         return f"{instead}: {named} is lost ({odds(row)})"
     if row.verdict == PARTLY:
-        return f"{instead}: of {named} only {_some(map(repr, row.kept_words.split()))} is left ({odds(row)})"
+        return f"{instead}: of {named} only {some_named(map(repr, row.kept_words.split()))} is left ({odds(row)})"
     if row.verdict == OTHER_WORDS:
         return f"{instead}: {named} is still said"
     return f"{instead}: it does not come to {named}, although that itself falls by only {max(row.nats, 0.0):.2g} nats"
@@ -338,20 +237,16 @@ def _of_units(found: Any) -> Iterator[PrintedSentence]:
 
 
 def _of_groups(found: Any) -> Iterator[PrintedSentence]:
-    """The sentence on documents or paragraphs inside which nothing was removed by itself."""
-    unopened = found.units[~found.units["alone"] & found.units["verdict"].isin([SAME, NEAR_TIES])]
-    if not len(unopened):
-        return
-    rows = found.rows("units", "group")
-    members = {"+".join(map(str, units.index)): name for name, units in unopened.groupby("group", sort=False)}
-    names = [members[parts] for parts in rows["parts"] if parts in members]
-    parts, were = (f"The {len(unopened)} parts", "were") if len(unopened) > 1 else ("The part", "was")
-    without = f"any of these {len(names)} as a whole" if len(names) > 1 else "all of it"
-    yield PrintedSentence(
-        f"{parts} of {_some_groups(names)} {were} not removed one by one: without {without}, the model answers as before, but "
-        "for near ties.",
-        tuple(map(int, rows.index[rows["parts"].isin(list(members))])),
-    )
+    """The sentences on units that were not removed by themselves."""
+    rows, names = found.rows("units", "group"), found.units["name"]
+    for group, units in found.units[~found.units["alone"]].groupby("group", sort=False):
+        if not group:
+            yield PrintedSentence(f"Not removed, as the budget had no room for it: {_some_units(units['name'])}.", ())
+            continue
+        of_group = rows[rows["parts"] == group]
+        named = _some_units(names[int(unit)] for unit in group.split(SEPARATOR))
+        text = f"Removed together: {named}. Without these, {outcome(found.named, of_group.iloc[0])}"
+        yield PrintedSentence(_ended(text), tuple(map(int, of_group.index)))
 
 
 def _one_way(found: Any) -> Iterator[PrintedSentence]:
@@ -380,15 +275,10 @@ def _both_ways(one_way: list[PrintedSentence]) -> str:
 
 def _no_cause(found: Any) -> Iterator[PrintedSentence]:
     each, groups, together = (found.rows("units", role) for role in ("each", "group", "together"))
-    lost = groups[groups["verdict"].isin(GONE)]
-    names = dict(zip(found.units["unit"].astype(str), found.units["group"], strict=True))
-    for row in list(lost.itertuples())[:MOST_NAMED]:
-        text = f"Without all of {names[row.parts.split('+')[0]]}, {outcome(found.named, row)}"
-        yield PrintedSentence(_ended(text), (int(row.Index),))
     if not len(each):
         return
     one_way = list(_one_way(found))
-    which = " that was removed by itself" if len(lost) else ", no whole document or paragraph," if len(groups) else ""
+    which = " that was removed" if (found.units["verdict"] == NOT_KNOWN).any() else ""
     most = " and no set of up to five that was tried" if len(together) else ""
     tried = [*groups.index, *each.index, *together.index]
     text = f"No part{which}{most} loses {found.named}{_both_ways(one_way)}."
@@ -402,35 +292,67 @@ def _no_cause(found: Any) -> Iterator[PrintedSentence]:
 
 
 def _of_layers(found: Any) -> Iterator[PrintedSentence]:
-    singles = found.rows("layers", "each")
-    if not len(singles):
+    tried = found.rows("layers", "each", "together")
+    if not len(tried):
         return
-    named, n = found.named, found.n_layers
     those = "that part" if len(found.cause) == 1 else "those parts"
     breaking = found.rows("layers", "breaking")
     for i, row in enumerate(breaking.head(MOST_NAMED).itertuples()):
-        parts = row.parts.split("+")
-        which = f"layer {parts[0]} alone reads" if len(parts) == 1 else f"layers {listed(parts)} together read"
-        when = f"{which} the prompt without {those}, and the other layers read all of it"
-        when = f"layer {parts[0]} alone does so" if i else when
-        yield PrintedSentence(_ended(f"When {when}, {outcome(named, row)}"), (int(row.Index),))
-    if not len(breaking):
-        yield PrintedSentence(
-            f"No single one of the {n} layers, and no set that was tried, loses it.", tuple(map(int, singles.index))
-        )
-    elif "+" in breaking.iloc[0].parts:
-        yield PrintedSentence(f"No single one of the {n} layers loses it.", tuple(map(int, singles.index)))
-    else:
-        more = [row.parts for row in breaking.itertuples()][MOST_NAMED:]
-        also = f"So {'does layer' if len(more) == 1 else 'do layers'} {listed(more)} alone. " if more else ""
-        yield PrintedSentence(
-            f"{also}Each of the {n} layers was tried; no other loses it alone.", tuple(map(int, singles.index))
-        )
+        is_single = SEPARATOR not in row.parts
+        when = f"{layers_named(row.parts)} {'alone reads' if is_single else 'together read'} the prompt without {those}"
+        when = f"{layers_named(row.parts)} {'alone does' if is_single else 'together do'} so" if i else when
+        when += "" if i else ", and the other layers read all of it"
+        yield PrintedSentence(_ended(f"When {when}, {outcome(found.named, row)}"), (int(row.Index),))
+    yield from _layers_beside(found, tried, breaking)
     for row in found.rows("layers", "keeping").itertuples():
-        parts = row.parts.split("+")
-        which = f"layer {parts[0]} reads" if len(parts) == 1 else f"layers {listed(parts)} read"
-        text = f"When only {which} the whole prompt, and the others read it without {those}, {outcome(named, row)}"
+        which = f"{layers_named(row.parts)} {'read' if SEPARATOR in row.parts else 'reads'}"
+        text = f"When only {which} the whole prompt, and the others read it without {those}, {outcome(found.named, row)}"
         yield PrintedSentence(_ended(text), (int(row.Index),))
+
+
+def _layers_beside(found: Any, tried: pd.DataFrame, breaking: pd.DataFrame) -> Iterator[PrintedSentence]:
+    """The sentences on other layers that lose the claim, and on those that do not."""
+    alone = breaking[~breaking["parts"].str.contains(SEPARATOR, regex=False)]
+    if len(more := breaking.iloc[MOST_NAMED:]):
+        others = listed(layers_named(parts) for parts in more["parts"])
+        yield PrintedSentence(f"So do {others}, {'each by itself' if len(more) > 1 else 'too'}.", tuple(map(int, more.index)))
+    singles = tried[~tried["parts"].str.contains(SEPARATOR, regex=False)]
+    if len(singles) == found.n_layers:
+        text = (
+            f"No single one of the {found.n_layers} layers{'' if len(breaking) else ', and no set that was tried,'} loses it."
+        )
+        if len(alone):
+            text = f"Each of the {found.n_layers} layers was tried; no other loses it alone."
+        yield PrintedSentence(text, tuple(map(int, singles.index)))
+        return
+    kept = tried[~tried["verdict"].isin([*GONE, NOT_KNOWN])]
+    kept = kept[[is_range(parts) and not _is_inside(parts, kept["parts"]) for parts in kept["parts"]]]
+    if len(kept):
+        named = listed(map(layers_named, sorted(kept["parts"], key=_first_layer)))
+        loses = f"loses it{'' if len(breaking) else ', nor did any set of these that was tried'}"
+        yield PrintedSentence(f"None of these by itself {loses}: {named}.", tuple(map(int, kept.index)))
+
+
+def layers_named(parts: str) -> str:
+    """``22+23+24`` as ``layers 22 to 24``."""
+    layers = [int(part) for part in parts.split(SEPARATOR)]
+    return f"layer{'s' if len(layers) > 1 else ''} {_ranges(layers)}"
+
+
+def _first_layer(parts: str) -> int:
+    return int(parts.split(SEPARATOR)[0])
+
+
+def is_range(parts: str) -> bool:
+    """Whether layers are neighbors."""
+    layers = [int(part) for part in parts.split(SEPARATOR)]
+    return layers[-1] - layers[0] == len(layers) - 1
+
+
+def _is_inside(parts: str, others: Iterable[str]) -> bool:
+    """Whether a set of layers is a part of another one."""
+    own = set(parts.split(SEPARATOR))
+    return any(own < set(other.split(SEPARATOR)) for other in others)
 
 
 def _of_positions(found: Any) -> Iterator[PrintedSentence]:
@@ -453,169 +375,3 @@ def _places(row: Any) -> str:
     groups = row.parts.split("+")
     is_plural = len(groups) > 1 or groups[0] in ("cause", "end")
     return f"{listed(POSITION_GROUPS[name] for name in groups)} {'are' if is_plural else 'is'} read"
-
-
-# --- the page ---
-
-
-def explanation_view(found: Any, *, asked: bool = True) -> Piece:
-    """Draw an explanation.
-
-    Args:
-        found: a :class:`kvlens.explanation.Explained`.
-        asked: whether the question stands above the answer, where nothing else says what it was.
-    """
-    question = f'<p class="found">Asked: {html_text(quoted(found.question))}</p>' if asked and found.question else ""
-    told = "".join(
-        f'<p class="found">{html_text(text.replace(" %", NO_BREAK + "%"))}</p>'
-        for text in (kept_in_words(found), *(" ".join(each.text for each in paragraph) for paragraph in paragraphs(found)))
-    )
-    meanings = "".join(f"<dt>{html_text(word)}</dt><dd>{html_text(meaning)}</dd>" for word, meaning in MEANINGS)
-    body = (
-        f'<figure class="piece explained" data-kvlens="explained">{question}'
-        f"<figcaption>The model answers{cut_off(found.cut_after)}</figcaption>"
-        f'<div class="tokens response">{_response(found)}</div>{_sources(found)}'
-        '<p class="note">The darker a word, the more of its log-probability is gone without the parts of the prompt. '
-        f"Underlined: words that depend on them; choose one. Dotted: words without a source.</p>{told}"
-        f"<h3>The parts of the prompt, and what is lost without each</h3>{_without_numbers(found)}"
-        f'<div class="sources">{_units(found)}</div>'
-        f'<p class="says" role="status"></p>{_strip(found)}{_positions(found)}'
-        f"<details><summary>What the words mean</summary><dl>{meanings}</dl></details>"
-        f"{data_script(_data(found))}</figure>"
-    )
-    return Piece("why the model said that", body)
-
-
-def _shade(nats: float) -> str:
-    share = max(0.0, min(1.0, nats / FULL_SHADE))
-    return f"background:color-mix(in srgb, var(--positive-fill) {round(100 * share)}%, transparent)"
-
-
-def _response(found: Any) -> str:
-    """The words as they stand in the response, shaded; those of a claim are buttons, and marks lead to their lines."""
-    text, at, parts = found.response, 0, []
-    marks = {run.stop: _mark(found, number, run) for number, run in enumerate(marked_runs(text, found.citations))}
-    for word in found.words[found.words["start"] < found.words["stop"]].itertuples():
-        of_claim = f' data-claim="{word.claim}" class="in-claim"' if word.claim >= 0 and not found.is_whole else ""
-        tag = "button" if of_claim else "span"
-        of_account = f' data-account="{word.account}"' if word.account else ""
-        title = f"falls by {word.nats:.1f} nats without all parts"
-        parts.append(
-            f'{html_text(text[at : word.start])}<{tag}{of_claim}{of_account} style="{_shade(word.nats)}" '
-            f'title="{title}">{html_text(word.text)}</{tag}>{marks.get(word.stop, "")}'
-        )
-        at = word.stop
-    return "".join(parts) + html_text(text[at:])
-
-
-def _mark(found: Any, number: int, run: MarkedRun) -> str:
-    """A mark, of which each number or word leads to the first line that has it."""
-    marks = [line.mark for line in sources_in_words(found)]
-    names = re.split(r"(, |\+)", run.mark)
-    links = "".join(f'<a href="#source-{marks.index(name)}">{name}</a>' if name in marks else name for name in names)
-    return f'<sup class="mark" id="mark-{number}">[{links}]</sup>'
-
-
-def _sources(found: Any) -> str:
-    """A line for each mark, with links back to where it stands in the answer."""
-    runs, lines = marked_runs(found.response, found.citations), []
-    for i, line in enumerate(sources_in_words(found)):
-        back = "".join(
-            f' <a href="#mark-{number}" title="in the answer: {html_text(found.response[run.start : run.stop])}">↑</a>'
-            for number, run in enumerate(runs)
-            if line.mark and line.mark in (run.mark, *re.split(r", |\+", run.mark))
-        )
-        mark = f'<b class="cited">[{html_text(line.mark)}]</b> ' if line.mark else ""
-        lines.append(f'<li id="source-{i}">{mark}{html_text(" ".join(line.text.split()))}{back}</li>')
-    return f'<ul class="citations">{"".join(lines)}</ul>' if lines else ""
-
-
-def _without_numbers(found: Any) -> str:
-    """The note on parts that were not removed by themselves."""
-    if found.units["alone"].all():
-        return ""
-    return '<p class="note">Those without a number were removed only with their whole document or paragraph.</p>'
-
-
-def _units(found: Any) -> str:
-    return "".join(
-        f'<button class="source" data-unit="{row["unit"]}" data-start="{row["start"]}" data-stop="{row["stop"]}">'
-        f'<span class="unit">{html_text(row["name"])}</span> {html_text(" ".join(row["unit_text"].split()))} '
-        '<b class="effect"></b></button>'
-        for row in found.units.to_dict("records")
-    )
-
-
-def _data(found: Any) -> dict[str, Any]:
-    """The fall, the label and what is said without the unit, for each claim and unit."""
-    runs = found.statements.query("about == 'units' and role in ('each', 'group') and gap == 'kept'")
-    causes = [set(map(int, filter(None, cause.split("+")))) for cause in found.claims["cause"]]
-    claims = []
-    for claim, rows in runs.groupby("claim"):
-        named = found.named if claim == found.about else repr(found.claims["text"][claim])
-        of_unit = {int(unit): row for row in rows.itertuples() for unit in row.parts.split("+") if row.role == "group"}
-        of_unit |= {int(row.parts): row for row in rows.itertuples() if row.role == "each"}
-        claims.append([_entry(found, named, unit, of_unit[unit], unit in causes[claim]) for unit in range(len(found.units))])
-    return {"about": found.about, "full": FULL_SHADE, "claims": claims}
-
-
-def _entry(found: Any, named: str, unit: int, row: Any, is_cause: bool) -> dict[str, Any]:
-    if row.role == "each":
-        label = f"{round(row.nats, 1) + 0.0:.1f} nats, {row.verdict}"
-        return {
-            "nats": round(float(row.nats), 3),
-            "label": label,
-            "says": _says(found.units["name"][unit], named, row, is_cause),
-        }
-    group = found.units["group"][unit]
-    says = f"{found.units['name'][unit]} was not removed by itself. {_says(f'all of {group}', named, row, False)}"
-    is_first = unit == int(row.parts.split("+")[0])
-    label = f"without all of {group}: {row.verdict}" if is_first and row.verdict not in (SAME, NEAR_TIES) else ""
-    return {"nats": 0.0, "label": label, "says": says}
-
-
-def _says(unit: str, claim: str, row: Any, is_cause: bool) -> str:
-    said = f"the model says {quoted(row.says, 600)}" if isinstance(row.says, str) else f"the model says the {row.verdict}"
-    cause = " It is a cause: the claim is also lost when the gap is closed." if is_cause else ""
-    return f"Without {unit}, {said}. {claim}: {row.verdict}, {odds(row)}.{cause}"
-
-
-def _strip(found: Any) -> str:
-    """A bar for each layer: what the claim loses when that layer alone reads the prompt without the cause."""
-    singles = found.rows("layers", "each")
-    if not len(singles):
-        return ""
-    highest = max(0.0, float(singles["nats"].max()))
-    top = max(0.5, highest)
-    bars = "".join(
-        f'<div class="layer{" lost" if row.verdict in GONE else ""}" style="height:{100 * max(0.0, row.nats) / top:.1f}%" '
-        f'title="layer {row.parts}: {row.nats:+.2f} nats, {row.verdict}"></div>'
-        for row in singles.itertuples()
-    )
-    without = html_text(listed(found.units["name"][unit] for unit in found.cause))
-    last, n_lost = len(singles) - 1, int(singles["verdict"].isin(GONE).sum())
-    lost = "In the darker ones the claim is lost." if n_lost else "None of them alone loses the claim."
-    axis = "".join(f"<span>{i if i % 5 == 0 or i == last else ''}</span>" for i in range(len(singles)))
-    return (
-        f"<h3>Layers: what {html_text(found.named)} loses when that layer alone reads the prompt without {without}</h3>"
-        f'<div class="layers" role="img" aria-label="falls by layer, the highest {highest:.2f} nats">{bars}</div>'
-        f'<div class="axis">{axis}</div><p class="note">All {len(singles)} layers were tried one by one. Highest bar: '
-        f"{highest:.2g} nats. {lost}</p>"
-    )
-
-
-def _positions(found: Any) -> str:
-    """A row for each group of positions: what the claim loses when it holds what the prompt without the cause leaves there."""
-    each = found.rows("positions", "each")
-    if not len(each):
-        return ""
-    rows = "".join(
-        f'<tr><th scope="row">{html_text(POSITION_GROUPS[row.parts])}</th><td style="{_shade(row.nats)}">{row.nats:.1f} nats, '
-        f"{row.verdict}</td></tr>"
-        for row in each.itertuples()
-    )
-    return (
-        f"<h3>Positions: what {html_text(found.named)} loses when they are read from the prompt without the cause</h3>"
-        f'<table class="positions">{rows}</table><p class="note">In all layers at once. Positions before the cause are '
-        "equal in both prompts.</p>"
-    )

@@ -9,13 +9,15 @@ the cause leaves. Exchanging a set and keeping its complement are the same run.
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens import Counterfactuals, KVBias, KVModel, convert_prompt, counterfactuals
+from kvlens import KVBias, KVModel, convert_prompt, counterfactuals
+from kvlens.analyses.attribution.terms import hidden_from_text
 from kvlens.analyses.bias.exchange import Exchange
 from kvlens.arguments import Positions
 from kvlens.conversion import converted_rows
@@ -251,6 +253,7 @@ class Runs:
         self.log_p = self._log_p(self.bias.repeat(1))[0]
         return self.log_p.gather(-1, response.tokens.cpu()[:, None])[:, 0]
 
+    @cached_property
     def without_question(self) -> KVBias:
         """The bias of the prompt without its question, the gap kept."""
         rows = counterfactuals(self.model, self.prompt, self.asked[None]).after(self._n_before)
@@ -281,7 +284,7 @@ class Runs:
         """Do the same for sets whose gaps are kept or closed; the texts of all are generated together."""
         keys = [(gap, frozenset(units)) for units, gap in sets]
         found = self._found
-        new = [key for key in dict.fromkeys(keys) if key not in found or self._lacks_text(found[key], wants_text)]
+        new = [key for key in dict.fromkeys(keys) if key not in found or self._lacks_text(key, wants_text)]
         self._under(self._without(new), wants_text)
         return [found[key] for key in keys]
 
@@ -298,6 +301,13 @@ class Runs:
             self._texts_wait = False
         self._say()
 
+    def hidden(self, sets: Iterable[Iterable[int]]) -> list[Outcome]:
+        """What becomes of the response, without texts, when it does not read the positions of units; others have read them."""
+        if any(layer.attention is None or layer.state is not None for layer in self.bias.layers) or self.bias.kind is None:
+            self.count(len(self.prompt))  # is read again
+        gone = torch.stack([self.own[sorted(units)].any(dim=0) for units in sets])
+        return [now for biases in hidden_from_text(self.model, self.prompt, gone, self.bias) for now in self._walked(biases)]
+
     def _without(self, keys: list[tuple[Positions, frozenset[int]]]) -> Iterator[tuple[list[Key], KVBias]]:
         for gap in ("kept", "closed"):
             some = [key for key in keys if key[0] == gap]
@@ -309,9 +319,10 @@ class Runs:
 
     def donor(self, units: Sequence[int]) -> KVBias:
         """The bias of the prompt without units, their gap kept."""
-        self.count(len(self.prompt))
-        rows: Counterfactuals = counterfactuals(self.model, self.prompt, self.own[list(units)].any(dim=0)[None])
-        return convert_prompt(self.model, rows).select_prompt(0)
+        rows = counterfactuals(self.model, self.prompt, self.own[list(units)].any(dim=0)[None])
+        known = max((n for n in self._prefixes if n <= int(rows.first_changes())), default=0)
+        self.count(len(self.prompt) - known)
+        return convert_prompt(self.model, rows.after(known), initial=self._prefixes.get(known)).select_prompt(0)
 
     def exchanged(
         self, exchange: Exchange, sets: Iterable[Iterable[int]], wants_text: Callable[[Outcome], bool] = lambda now: True
@@ -324,14 +335,16 @@ class Runs:
             wants_text: whether the text that is said instead is worth generating.
         """
         keys = [(exchange, frozenset(parts)) for parts in sets]
-        new = [key for key in dict.fromkeys(keys) if key not in self._found or self._lacks_text(self._found[key], wants_text)]
+        new = [key for key in dict.fromkeys(keys) if key not in self._found or self._lacks_text(key, wants_text)]
         chosen, at_once = exchange.rows([parts for _, parts in new]), min(exchange.at_once, self._rows_at_once())
         passes = (slice(start, start + at_once) for start in range(0, len(new), at_once))
         self._under(((list[Key](new[some]), exchange.biases(chosen[some])) for some in passes), wants_text)
         return [self._found[key] for key in keys]
 
-    def _lacks_text(self, now: Outcome, wants_text: Callable[[Outcome], bool]) -> bool:
-        return now.firm is not None and now.text is None and wants_text(now)
+    def _lacks_text(self, key: Key, wants_text: Callable[[Outcome], bool]) -> bool:
+        """Whether a text is wanted, and neither generated nor waiting."""
+        now, waits = self._found[key], any(key in keys for keys, _ in self._waiting)
+        return now.firm is not None and now.text is None and not waits and wants_text(now)
 
     def _rows_at_once(self) -> int:
         return max(1, NUMBERS_PER_PASS // max(1, self.bias.num_parameters))

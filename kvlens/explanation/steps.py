@@ -2,9 +2,9 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import pandas as pd
 import torch
@@ -15,10 +15,11 @@ from kvlens import KVLensError, KVModel
 from kvlens.analyses.attribution.answers import BY
 from kvlens.analyses.declaration import Option, analysis
 from kvlens.analyses.sequences import PromptTokens, TextTokens
+from kvlens.arguments import HOW_FAR, Depth
 from kvlens.chat import ROLES, Chat, as_prompt, one_sequence, prompt_layout
 from kvlens.checks import Count, checked
 from kvlens.errors import brief, nearest
-from kvlens.explanation.by_unit import UnitGroup, UnitSearch, groups_of
+from kvlens.explanation.by_unit import UnitSearch
 from kvlens.explanation.citations import DocumentSpan, documents_of
 from kvlens.explanation.claims import DEPENDS, GONE, SAID, Claim, Verdict, claim_of, claims_of, content_words, verdict
 from kvlens.explanation.exchanges import MOST_LAYERS, QUESTION_PLACE, Place, exchange_layers, exchange_positions, places_of
@@ -34,7 +35,6 @@ LONGEST_ASKED = 100
 """How many characters of the question, or of a text, are quoted where it is said to be never removed."""
 MOST_TOKENS = 64
 """How many tokens the model writes at most when it answers."""
-Depth = Literal["units", "layers", "heads", "positions"]
 
 
 @checked
@@ -47,7 +47,7 @@ def explain(
     about: str | None = None,
     answer: str | Tensor | None = None,
     by: By = "sentence",
-    depth: Depth = "layers",
+    depth: Depth = "ranges",
     budget: Count | None = None,
     on_progress: Callable[[str, float], None] | None = None,
     on_found: Callable[[str], None] | None = None,
@@ -72,8 +72,9 @@ def explain(
             ends its response, or `MOST_TOKENS` tokens, where it is cut off; behind a ``text``, which it continues, up to the
             end of a sentence.
         by: what a unit is, as :func:`kvlens.chat.prompt_units` takes it.
-        depth: "units"; "layers" exchanges layers, too; "heads" also the heads of the layers that lose the claim, "positions"
-            in place of heads which positions of the prompt hold what the model reads there about the cause.
+        depth: "units"; "ranges" exchanges layers, too: halves of them, and the halves of each range that loses the claim;
+            "layers" each by itself in place of that; "heads" also the heads of the layers that lose the claim, "positions" in
+            place of heads which positions of the prompt hold what the model reads there about the cause.
         budget: tokens that may be read; what is left out then is named in ``left_out``.
         on_progress: called with a description and the fraction done, in 0..1, about; None shows a bar on a terminal or in a
             notebook, if it takes long.
@@ -95,8 +96,8 @@ def explain(
     STATEMENT_COLUMNS,
     "which parts of the prompt and which layers the words of the answer rest on: interventions, and what is said under them",
     cost="the answer's tokens one by one; prompt and answer once without each unit, and an answer for each that changes "
-    "it; the answer once for each layer",
-    options={"by": BY, "depth": Option("how far it goes", choices=("units", "layers", "heads", "positions"))},
+    "it; the answer for some ranges of layers",
+    options={"by": BY, "depth": Option("how far it goes", choices=HOW_FAR)},
 )
 def explanation(
     model: KVModel,
@@ -105,7 +106,7 @@ def explanation(
     *,
     answer: str | None = None,
     by: str = "sentence",
-    depth: Depth = "layers",
+    depth: Depth = "ranges",
 ) -> pd.DataFrame:
     """The statements of :func:`kvlens.explain`, for many prompts.
 
@@ -129,7 +130,6 @@ class _Prompt:
         units: what is removed.
         unit_places: the characters of each in its document.
         documents: the documents and messages by name.
-        groups: documents or paragraphs that are removed first; none where that does not pay.
         places: what each position belongs to.
         always_there: what is in no unit, in words.
         question: a chat's question, and the text that follows the prompt.
@@ -140,7 +140,6 @@ class _Prompt:
     units: list[Unit]
     unit_places: list[DocumentSpan]
     documents: dict[str, str]
-    groups: list[UnitGroup]
     places: list[Place]
     always_there: tuple[str, ...]
     question: str
@@ -169,8 +168,7 @@ class _Prompt:
         last = max(i for i, piece in enumerate(pieces_of_tokens(layout)) if piece is not None)
         n_prompt = min(last + 1, len(tokens) - 1)
         documents, unit_places = documents_of(layout, units)
-        groups, places = groups_of(model, layout, units), places_of(layout, len(tokens))
-        return cls(tokens, units, unit_places, documents, groups, places, rest, question, n_prompt)
+        return cls(tokens, units, unit_places, documents, places_of(layout, len(tokens)), rest, question, n_prompt)
 
 
 def _always_there(model: KVModel, layout: Layout, is_cut: bool, text: Tensor) -> Iterator[str]:
@@ -222,6 +220,8 @@ class Explaining:
     tell: Callable[[str, float], None] = lambda what, done: None
     say: Callable[[str], None] = lambda line: None
     hear: Callable[[str], None] = lambda text: None
+    wanted: str | None = None
+    expected: int = 0
     rows: list[dict[str, Any]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     asked: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -252,15 +252,14 @@ class Explaining:
     @torch.no_grad()
     def explained(self, about: str | None = None, answer: Tensor | None = None) -> Explained:
         """Take the steps, with ``about`` and ``answer`` as of :func:`explain`."""
-        search = self.search = UnitSearch(self, self.read.groups)
-        least = (len(search.first) + 2) * len(self.prompt)
+        search, n, self.wanted = UnitSearch(self), len(self.prompt), about
+        self.search, least = search, (search.n_first + 2) * n
         if self.budget is not None and self.budget < least:
             raise KVLensError(
-                f"budget: removing each of the {len(search.first)} {search.noun} once reads up to {least:,} tokens, and "
+                f"budget: removing each of the {search.n_first} units once reads up to {least:,} tokens, and "
                 f"{self.budget:,} are allowed; give more, or larger units (by: paragraph)"
             )
-        n, n_layers = len(self.prompt), self.runs.bias.n_layers
-        later = (len(search.first) + 3) * n // 2 + (0 if self.depth == "units" else (n_layers + 15) * 2 * MORE_TOKENS)
+        later = (search.n_first + 3) * n // 2 + self._rows_of_layers * 2 * MORE_TOKENS
         self.work.begin("the model answers", n + MOST_TOKENS * PASS / 2, later)
         tokens = self.runs.answer(MOST_TOKENS, self._said_so_far) if answer is None else answer
         response = self.response = Response.of(self.model, self.prompt, tokens)
@@ -273,13 +272,13 @@ class Explaining:
                 "precision, try float32"
             )
         longest = len(tokens) + MORE_TOKENS
-        self.work.begin("removing units", search.cost(), later=0 if self.depth == "units" else (n_layers + 15) * longest)
+        self.work.begin("removing units", search.cost(), later=self._rows_of_layers * longest)
         with self.runs.step("units"):
             self.nothing = search.begin()
             for number in range(len(self.claims)):
                 self.add(number, self.nothing, "units", "none", range(len(self.units)))
-            self.heading = self._heading(about)
-            self.causes = search.causes()
+            self.heading = self._heading()
+            self.causes = search.causes(self.heading)
         cause, self.positions = self.causes[self.heading], pd.DataFrame()
         if cause and self.depth != "units" and self.room("layers", self._cost_of_layers()):
             self._try_layers(self.heading)
@@ -293,11 +292,11 @@ class Explaining:
     def found(self) -> Explained:
         """The tables of what was found so far."""
         n_tried = self.tried.get(self.heading, 0)
-        return found_by(self, self.search.each, self.heading, self.causes, n_tried, self.positions)
+        return found_by(self, self.search, self.heading, self.causes, n_tried, self.positions)
 
     def _try_layers(self, number: int, anew: bool = False) -> None:
         longest, n_rows = len(self.response.tokens) + MORE_TOKENS, len(self.rows)
-        self.work.begin("exchanging layers", (self.runs.bias.n_layers + 15) * longest + 3 * longest * PASS, anew=anew)
+        self.work.begin("exchanging layers", self._rows_of_layers * longest + 3 * longest * PASS, anew=anew)
         try:
             with self.runs.step("layers"):
                 self.tried[number] = exchange_layers(self, number, self.causes[number])
@@ -346,12 +345,8 @@ class Explaining:
 
     def _heard(self, without: frozenset[int], now: Outcome) -> None:
         """Say what is known as soon as some units were removed, before the text that is said then is generated."""
-        if without == frozenset(range(len(self.units))):
-            name = "any of them"
-        else:
-            name = next((group.name for group in self.read.groups if without == group.members), "")
-            name = name or (self.units[min(without)].name if len(without) == 1 else "")
-        if name:
+        name = self.units[min(without)].name if len(without) == 1 else ""
+        if name := "any of them" if len(without) == len(self.units) else name:
             falls = zip(self.response.words, self.of_words(now.falls), strict=True)
             fell = [f"{word.text!r} ({nats:.1f})" for word, nats in falls if word.is_word and nats > DEPENDS]
             said = f"these words fall by so many nats: {listed(fell[:6])}" if fell else f"no word falls by {DEPENDS:.0f} nats"
@@ -365,9 +360,13 @@ class Explaining:
             self.left_out.append(what)
         return False
 
+    @property
+    def _rows_of_layers(self) -> int:
+        """How many sets of layers are exchanged, about."""
+        return {"units": 0, "ranges": 2 * MOST_LAYERS}.get(self.depth, self.runs.bias.n_layers + 2 * MOST_LAYERS)
+
     def _cost_of_layers(self) -> int:
-        n = self.runs.bias.n_layers
-        return len(self.prompt) + (n + MOST_LAYERS) * (len(self.response.tokens) + MORE_TOKENS)
+        return len(self.prompt) + self._rows_of_layers * (len(self.response.tokens) + MORE_TOKENS)
 
     # --- claims -------------------------------------------------------------------------------------------------------
 
@@ -379,6 +378,7 @@ class Explaining:
         self.is_whole = not self.claims
         if self.is_whole:
             self.claims = [claim_of(self.response, 0, len(falls), sum(falls), self.question)]
+        self.expected = self._expected()
 
     def _question_words(self) -> tuple[str, ...]:
         """Content words of what is in no unit."""
@@ -389,24 +389,30 @@ class Explaining:
     def of_words(self, falls: Float[Tensor, " pos"]) -> list[float]:
         return [float(falls[word.start : word.stop].sum()) for word in self.response.words]
 
-    def _heading(self, about: str | None) -> int:
-        if about is None:
-            with self.runs.step("head"):
-                return self._answering()
-        wanted = about.casefold()
-        for number, claim in enumerate(self.claims):
-            if wanted in claim.text.casefold():
-                return number
-        return self._named(about)
+    def _expected(self) -> int:
+        """The number of the claim that will head the page, unless words that depend on no unit do."""
+        if self.wanted is not None:
+            return next((i for i, claim in enumerate(self.claims) if self.wanted.casefold() in claim.text.casefold()), -1)
+        if len(self.claims) > 1 and bool(self.runs.asked.any()):
+            self._ask(self.claims)
+            return answering(self.claims, [*self.asked.values()])
+        return max(range(len(self.claims)), key=lambda i: self.claims[i].nats)
 
-    def _answering(self) -> int:
-        """The number of the claim that answers the question, a new one where it depends on no unit."""
+    def _ask(self, claims: Sequence[Claim]) -> None:
+        """Score claims that have no score by what the question asks for."""
+        if new := [claim for claim in claims if claim[1:3] not in self.asked]:
+            with self.runs.step("head"):
+                self.asked |= zip((claim[1:3] for claim in new), asked_for(self, new), strict=True)
+
+    def _heading(self) -> int:
+        """The number of the claim that heads the page: that of ``about``, or that which answers the question; it may be new."""
+        if self.wanted is not None:
+            return self._named(self.wanted) if self.expected < 0 else self.expected
         candidates = [] if self.is_whole or not bool(self.runs.asked.any()) else candidates_of(self)
         if len(candidates) < 2:
-            return max(range(len(self.claims)), key=lambda i: self.claims[i].nats)
-        scores = asked_for(self, candidates)
-        self.asked = {each[1:3]: score for each, score in zip(candidates, scores, strict=True)}
-        best = answering(candidates, scores)
+            return self.expected
+        self._ask(candidates)
+        best = answering(candidates, [self.asked[each[1:3]] for each in candidates])
         return best if best < len(self.claims) else self._with_claim(candidates[best])
 
     def _with_claim(self, claim: Claim) -> int:

@@ -22,7 +22,7 @@ from kvlens.explanation.citations import (
     needs_account,
 )
 from kvlens.explanation.claims import LOST, NOT_REACHED, OTHER_WORDS, PARTLY, SAME, Verdict, claim_of
-from kvlens.explanation.presentation import sources_in_words
+from kvlens.explanation.sources import sources_in_words
 from kvlens.texts import Response, _words
 from kvlens.units import cut, layout_of_tokens
 

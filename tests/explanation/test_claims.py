@@ -1,4 +1,4 @@
-"""Words, claims and verdicts, by hand. Documents before sentences, and positions exchanged in groups."""
+"""Words, claims and verdicts, by hand. Units that are removed together, and positions exchanged in groups."""
 
 import math
 from types import SimpleNamespace
@@ -10,15 +10,16 @@ from precision import LAW, float64, relative_error
 
 import kvlens
 from kvlens import KVLensError, convert_prompt, counterfactuals
-from kvlens.explanation import explanation_view, steps
-from kvlens.explanation.by_unit import UnitGroup, UnitSearch, groups_of
+from kvlens.explanation import by_unit, explanation_view, runs
+from kvlens.explanation.by_unit import UnitSearch
 from kvlens.explanation.claims import FIRM, claim_of, claims_of, content_words, normal, verdict, walk
 from kvlens.explanation.context_or_memory import StatedFact, context_or_memory, origin_of
 from kvlens.explanation.exchanges import places_of, position_groups
-from kvlens.explanation.presentation import _data, _some_groups
+from kvlens.explanation.presentation import _some_units
 from kvlens.explanation.runs import ExplanationProgress
+from kvlens.explanation.view import _data
 from kvlens.texts import WORD, Response, Word, _words
-from kvlens.units import Layout, Passage, cut, layout_of_tokens
+from kvlens.units import layout_of_tokens
 
 
 def response(*tokens: str) -> Response:
@@ -196,52 +197,53 @@ TWICE = (
 
 
 @pytest.fixture
-def in_pairs(monkeypatch):
-    """Two sentences are a document, however few there are."""
-
-    def pairs(model, layout, units):
-        return [UnitGroup(f"document {i // 2}", frozenset(range(i, min(i + 2, len(units))))) for i in range(0, len(units), 2)]
-
-    monkeypatch.setattr(steps, "groups_of", pairs)
+def screened(monkeypatch):
+    """Units are screened, however few there are, and two are removed together."""
+    monkeypatch.setattr(by_unit, "MANY", 0)
+    monkeypatch.setattr(by_unit, "FEWEST", 2)
 
 
-def test_a_unit_is_removed_by_itself_only_where_its_document_matters(model, in_pairs):
+def test_units_that_change_nothing_are_removed_together(model, screened):
+    """The run that says so lacks all of them, and is the one that the page names."""
     found = kvlens.explain(model, ONCE, QUESTION, depth="units")
     assert found.cause == (2,) and found.units["alone"].tolist() == [False, False, True, True]
-    assert found.units["group"].tolist() == ["document 0"] * 2 + ["document 1"] * 2
-    assert all(math.isnan(effect) for effect in found.units["effect"][:2])
+    assert found.units["group"].tolist() == ["0+1", "0+1", "", ""]
+    assert found.units["effect"].isna().tolist() == [True, True, False, False]
     assert found.effects.query("unit < 2")["effect"].isna().all() and found.effects.query("unit > 1")["effect"].notna().all()
-    groups = found.rows("units", "group")
-    assert groups["parts"].tolist() == ["0+1", "2+3"] and groups["verdict"].tolist() == ["same words", "lost"]
+    (group,) = found.rows("units", "group").to_dict("records")
+    assert group["parts"] == "0+1" and group["verdict"] in ("same words", "same but for near ties")
     assert set(found.rows("units", "each")["parts"]) == {"2", "3"}
-    assert "The 2 parts of document 0 were not removed one by one" in str(found)
+    assert "Removed together: sentences 1 and 2. Without these, the model answers as before" in str(found)
     (of_the_claim,) = _data(found)["claims"]
     assert ["was not removed by itself" in row["says"] for row in of_the_claim] == [True, True, False, False]
     assert [bool(row["label"]) for row in of_the_claim] == [False, False, True, True]
-    assert explanation_view(found).body.count("removed only with their whole document or paragraph") == 1
+    assert explanation_view(found).body.count("Those without a number were not removed by themselves") == 1
 
 
-def test_a_fact_that_stands_in_two_documents_gives_the_pair(model, in_pairs):
-    """Neither document changes anything by itself."""
+def test_a_group_that_changes_something_is_divided(model, screened, monkeypatch):
+    """The screen misses the unit that matters: halves of what it takes for nothing are removed, down to that unit."""
+    monkeypatch.setattr(runs.Runs, "hidden", lambda self, sets: [self._walked(self.bias.repeat(1))[0] for _ in sets])
+    found = kvlens.explain(model, ONCE, QUESTION, depth="units")
+    assert found.cause == (2,) and found.units["alone"].tolist() == [False, False, True, True]
+    assert found.units["group"].tolist() == ["0+1", "0+1", "", ""]
+
+
+def test_a_fact_that_stands_twice_is_found_where_neither_sentence_changes_anything(model, screened):
     found = kvlens.explain(model, TWICE, QUESTION, depth="units")
     groups = found.rows("units", "group")
     assert groups["verdict"].isin(["same words", "same but for near ties"]).all() and (groups["nats"] < 0.3).all()
     assert found.cause == (0, 3) and "None of the parts loses it alone." in str(found)
-    assert found.units["alone"].tolist() == [True] * 4 + [False] * 2
+    assert found.units["alone"][[0, 3]].all() and not found.units["alone"].all()
 
 
-def test_a_budget_may_have_no_room_for_the_units_of_a_document(model, in_pairs):
+def test_a_budget_may_have_no_room_for_single_units(model, screened):
     n = len(model.to_tokens(ONCE)[0]) + len(model.to_tokens(QUESTION, prepend_bos=False)[0])
     found = kvlens.explain(model, ONCE, QUESTION, depth="units", budget=4 * n)
-    assert found.left_out == ("units inside documents or paragraphs", "sets of units") and not found.units["alone"].any()
-    assert found.units["verdict"].tolist() == ["same words"] * 2 + ["lost"] * 2 and found.cause == ()
-    text = str(found)
-    assert (
-        "The 2 parts of document 0 were not removed one by one" in text and "Without all of document 1, the model says" in text
-    )
-    assert "No part that was removed by itself" not in text  # none was
+    assert found.left_out == ("the weakest parts one by one", "sets of units") and not found.units["alone"].any()
+    assert found.units["verdict"][2] == "unknown" and found.cause == ()
+    assert "Not removed, as the budget had no room for it: sentences 3 and 4." in str(found)
     (of_the_claim,) = _data(found)["claims"]
-    assert [row["label"] for row in of_the_claim] == ["", "", "without all of document 1: lost", ""]
+    assert of_the_claim[2]["says"] == "sentence 3 was not removed: the budget had no room for it."
 
 
 @pytest.mark.parametrize(
@@ -255,31 +257,7 @@ def test_a_budget_may_have_no_room_for_the_units_of_a_document(model, in_pairs):
     ],
 )
 def test_many_documents_and_paragraphs_are_named_together(names, said):
-    assert _some_groups(names) == said
-
-
-def layout_of(model, text, pieces):
-    layout = layout_of_tokens(model, model.to_tokens(text)[0])
-    starts = [text.index(piece) for piece in pieces]
-    named = [
-        Passage(f"{i}.txt", start, start + len(piece)) for i, (start, piece) in enumerate(zip(starts, pieces, strict=True))
-    ]
-    return Layout(layout.text, layout.tokens, layout.spans, named, [])
-
-
-def test_documents_come_first_only_where_that_takes_fewer_runs(model):
-    sentences = [
-        f"{name} has a {animal}." for name in ("Mira", "Pavel", "Kaya", "Olga") for animal in ("goat", "hen", "cat", "dog")
-    ]
-    pieces = [" ".join(sentences[i : i + 4]) for i in range(0, 16, 4)]
-    layout = layout_of(model, " ".join(pieces), pieces)
-    groups = groups_of(model, layout, cut(model, layout, "sentence"))
-    assert [group.name for group in groups] == ["0.txt", "1.txt", "2.txt", "3.txt"]
-    assert [sorted(group.members) for group in groups] == [[*range(i, i + 4)] for i in range(0, 16, 4)]
-    few = layout_of(model, " ".join(pieces[:3]), pieces[:3])
-    assert groups_of(model, few, cut(model, few, "sentence")) == []  # 12 units
-    single = layout_of(model, " ".join(pieces), [" ".join(pieces)])
-    assert groups_of(model, single, cut(model, single, "sentence")) == []  # one document
+    assert _some_units(names) == said
 
 
 def test_groups_of_positions():
@@ -354,13 +332,18 @@ def test_what_is_known_is_said_at_once(model):
     assert told == sorted(told) and told[-1] == 1.0 and len(told) > 10
 
 
-def test_units_are_removed_together_from_those_that_cost_most_and_hold_the_claim_alone():
+def test_units_are_removed_together_from_those_that_cost_most_and_hold_the_claim_alone(monkeypatch):
     """Of four: the fact stands in the second and in the fourth, so that neither costs anything alone."""
 
     def fall(claim, gone):
         return 2.0 * ({1, 3} <= gone) + 0.5 * (0 in gone)
 
-    # what is said is what was taken away
-    runs = SimpleNamespace(without=lambda sets, **named: [frozenset(each) for each in sets])
-    search = UnitSearch(SimpleNamespace(units=range(4), runs=runs, claims=[None], fall=fall), [])
-    assert search._by_strength(0, search.first) == [1, 3, 0, 2]
+    # what is said, or becomes of the response, is what was taken away
+    took = lambda sets, **named: [frozenset(each) for each in sets]  # noqa: E731
+    search = UnitSearch(
+        SimpleNamespace(units=range(4), runs=SimpleNamespace(without=took, hidden=took), claims=[None], fall=fall)
+    )
+    assert search._order(0) == [1, 3, 0, 2]
+    assert search._sets(0) == [(1, 3), (0, 1, 3)]
+    monkeypatch.setattr(by_unit, "MOST_ORDERED", 3)  # of more units those that are strongest when units are hidden
+    assert search._order(0) == [1, 3, 0]

@@ -3,6 +3,7 @@
 Where a prompt is read: exchanges by another way, and shares over cases by hand.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -14,7 +15,7 @@ import pandas as pd
 import pytest
 import torch
 from chat_templates import chat_model
-from kvlens.analyses.bias.exchange import HeadExchange, in_one_space
+from kvlens.analyses.bias.exchange import Exchange, HeadExchange, in_one_space
 from precision import LAW, relative_error
 from small_models import row_of
 from tiny_text_model import tiny_text_model
@@ -24,11 +25,14 @@ from kvlens import KVLensError, convert_prompt, counterfactuals, logits_after
 from kvlens.analyses import reading_layers
 from kvlens.cli.printed import print_explanation
 from kvlens.explanation import explanation_view, paragraphs, runs, steps
-from kvlens.explanation.presentation import _says, outcome, switched_in_words
+from kvlens.explanation.exchanges import _LayerRanges
+from kvlens.explanation.presentation import outcome, switched_in_words
 from kvlens.explanation.reading import reading_shares, reading_stability, wilson
 from kvlens.explanation.steps import Explaining
+from kvlens.explanation.view import _says
 
 STORY = "Mira keeps a goat. Pavel has a parrot. At night Kaya feeds a donkey."
+TWICE = "Kaya feeds a donkey. Pavel has a parrot. At night Kaya feeds a donkey."
 QUESTION = " Which animal does Kaya keep? Kaya keeps a"
 
 
@@ -118,18 +122,31 @@ def test_texts_are_generated_in_three_batches(model, found, monkeypatch):
         return greedy(model, biases, *args)
 
     monkeypatch.setattr(runs, "greedy", counted)
-    again = kvlens.explain(model, STORY, QUESTION)
+    again = kvlens.explain(model, STORY, QUESTION, depth="layers")
     alone = again.rows("layers", "breaking")["parts"].str.contains("+", regex=False)
     assert batches[0] == 1 and len(batches) == 3 + int(alone.any())
     first = len(batches)
     monkeypatch.setattr(runs.Runs, "_rows_at_once", lambda self: 1)  # room for two texts
-    again = kvlens.explain(model, STORY, QUESTION)
+    again = kvlens.explain(model, STORY, QUESTION, depth="layers")
     assert (
         len(batches) > 2 * first
         and max(batches[first:]) <= 2
         and again.statements["says"].fillna("").tolist()
         == (found.statements.query("about not in ('heads', 'groups')")["says"].fillna("").tolist())
     )
+
+
+def test_sets_of_units_are_removed_with_single_ones(monkeypatch):
+    """Where no unit alone may lose a claim, texts without sets are generated with the others; the order takes no prompts."""
+    batches, greedy, tokens = [], runs.greedy, []
+    monkeypatch.setattr(runs, "greedy", lambda *args: batches.append(args[1].batch_size) or greedy(*args))
+    counted = runs.Runs.count
+    monkeypatch.setattr(runs.Runs, "count", lambda self, n: tokens.append((self._step, n)) or counted(self, n))
+    model = kvlens.load("facts-gpt2")
+    found = kvlens.explain(model, TWICE, QUESTION, depth="units")
+    assert found.cause == (0, 2) and len(batches) == 2  # the answer, and everything else
+    n, n_response = len(found.tokens), len(found.response_tokens)
+    assert sum(n for step, n in tokens if step == "sets") <= 2 * n + n + 6 * n_response + 4 * runs.MOST_MORE_TOKENS
 
 
 def test_all_layers_exchanged_are_the_prompt_without_the_cause(model, found):
@@ -212,7 +229,7 @@ def test_another_claim_heads_it_with_its_own_layers(model):
     assert found.claims["text"].tolist()[0] == "donkey" and len(found.claims) > 1
     for number in range(len(found.claims)):
         again = explaining.about(number)
-        alone = kvlens.explain(model, STORY, QUESTION, answer=answer, about=found.claims["text"][number])
+        alone = kvlens.explain(model, STORY, QUESTION, answer=answer, about=found.claims["text"][number], depth="layers")
         assert again.about == alone.about == number and again.cause == alone.cause
         ours, theirs = (
             [(r.role, r.parts, r.verdict) for r in each.rows("layers", "each", "breaking", "keeping").itertuples()]
@@ -272,6 +289,65 @@ def test_units_and_claims_that_are_not_there_are_refused(explaining):
         explaining.about(7)
 
 
+def searched(is_lost, n_layers=8):
+    """A search by ranges of layers for what a claim rests on, where which sets lose it is known: the statements by role."""
+    claim, rows = SimpleNamespace(start=0, stop=1), []
+
+    def exchanged(exchange, sets, wants_text):
+        """A claim that falls by more layers by more, with a text wherever one is wanted."""
+        lost = [(is_lost(set(layers)), layers) for layers in map(list, sets)]
+        outcomes = [runs.Outcome(torch.tensor([2.0 + len(x) if gone else 0.1]), 1, 0 if gone else None) for gone, x in lost]
+        return [dataclasses.replace(now, text="x" if wants_text(now) else None) for now in outcomes]
+
+    def add(number, now, kind, role, parts, others, removed):
+        rows.append((role, tuple(parts), others, now.text))
+
+    explaining = SimpleNamespace(
+        claims=[claim],
+        runs=SimpleNamespace(exchanged=exchanged, texts_together=contextlib.nullcontext),
+        fall=lambda claim, now: float(now.falls[0]),
+        lost=lambda number, now: now.firm is not None and now.text is not None,
+        said=lambda number, now: now.firm is None,
+        add=add,
+    )
+    _LayerRanges(explaining, 0, "layers", Exchange(), {layer: [layer] for layer in range(n_layers)}, (0,)).find()
+    return {
+        role: [parts for name, parts, *_ in rows if name == role]
+        for role in ("each", "together", "only", "breaking", "keeping")
+    }
+
+
+def test_layers_are_halved_where_the_claim_is_lost():
+    found = searched(lambda layers: 5 in layers)
+    assert found["together"] == [(0, 1, 2, 3), (4, 5, 6, 7), (4, 5), (6, 7)] and found["each"] == [(4,), (5,)]
+    assert found["breaking"] == found["keeping"] == [(5,)]
+    found = searched(lambda layers: {5, 6} <= layers)
+    assert found["breaking"] == [(4, 5, 6, 7)] and found["together"] == [(0, 1, 2, 3), (4, 5, 6, 7), (4, 5), (6, 7)]
+    assert found["only"] == found["keeping"] == [(4, 5, 6, 7)] and found["each"] == []
+    found = searched(lambda layers: bool({1, 6} & layers))
+    assert (
+        found["breaking"] == [(1,), (6,)] and found["keeping"] == [(1, 6)] and len(found["together"]) + len(found["each"]) == 10
+    )
+
+
+def test_layers_of_both_halves_are_found_together():
+    """Neither half loses the claim: what it does not take is given back, quarters first."""
+    found = searched(lambda layers: {1, 6} <= layers)
+    assert found["breaking"] == [(1, 6)] and found["together"][:3] == [(0, 1, 2, 3), (4, 5, 6, 7), (2, 3, 4, 5, 6, 7)]
+    assert found["keeping"] == [(1, 6)]
+    found = searched(lambda layers: len(layers) > 7)  # all of them
+    assert found["breaking"] == found["keeping"] == [] and len(found["together"]) == 2 + 4 + 8
+
+
+def test_ranges_are_exchanged_as_single_layers_are(model):
+    """On two layers the halves are the layers; the same runs give the same statements."""
+    singles, ranges = (kvlens.explain(model, STORY, QUESTION, depth=depth) for depth in ("layers", "ranges"))
+    columns = ["parts", "verdict", "nats"]
+    each, by_range = (found.rows("layers", "each")[columns].reset_index(drop=True) for found in (singles, ranges))
+    pd.testing.assert_frame_equal(each, by_range)
+    assert set(ranges.rows("layers", "breaking")["parts"]) <= {"0", "1"} or not len(ranges.rows("layers", "breaking"))
+
+
 def test_layers_and_heads_are_tried_one_by_one(model, found):
     assert found.n_layers == model.cfg.n_layers == len(found.rows("layers", "each"))
     heads = found.rows("heads", "each")
@@ -281,8 +357,7 @@ def test_layers_and_heads_are_tried_one_by_one(model, found):
 
 def test_a_fact_that_stands_twice_gives_the_pair():
     model = kvlens.load("facts-gpt2")
-    story = "Kaya feeds a donkey. Pavel has a parrot. At night Kaya feeds a donkey."
-    found = kvlens.explain(model, story, QUESTION)
+    found = kvlens.explain(model, TWICE, QUESTION)
     assert found.cause == (0, 2) and "None of the parts loses it alone." in str(found)
 
 

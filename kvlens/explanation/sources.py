@@ -1,0 +1,147 @@
+"""The marks of an answer, with the list below it: what each mark stands for, in words and on the page."""
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from kvlens.explanation.citations import IN_QUESTION, SAID_ANYWAY, SOURCE, TOGETHER, UNFOUND, MarkedRun, marked_runs
+from kvlens.explanation.claims import NEAR_TIES, PARTLY, SAID, SAME
+from kvlens.explanation.presentation import SEPARATOR, listed, some_named, unit_named
+from kvlens.viz._text import html_text
+
+FULL_SHADE = 8.0
+"""How many nats give a word or a unit the full color."""
+
+
+class SourceLine(NamedTuple):
+    """What the list below the answer says of a mark.
+
+    Attributes:
+        mark: what stands in the brackets; empty of words that have no mark.
+        text: what it says.
+        rows: indices of ``statements`` that it is about.
+    """
+
+    mark: str
+    text: str
+    rows: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"[{self.mark}] {self.text}" if self.mark else self.text
+
+
+def sources_in_words(found: Any) -> list[SourceLine]:
+    """A line for each mark: a source, sources that are needed together, what needs no part, and what none was found for."""
+    own = found.citations[found.citations["account"].isin([SOURCE, TOGETHER])]
+    lines = []
+    for number, rows in own.sort_values("source").groupby("source"):
+        alone, unit = rows[rows["account"] == SOURCE], int(rows["unit"].iloc[0])
+        text, of_claims = _without_these(found, alone, str(unit), "it") if len(alone) else ("", ())
+        lines.append(SourceLine(str(number), f"{unit_named(found, unit)}{'. ' if text else ''}{text}", of_claims))
+    several = [rows for _, rows in own[own["account"] == TOGETHER].groupby("claim", sort=False)]
+    numbers = [SEPARATOR.join(map(str, sorted(rows["source"]))) for rows in several]
+    for mark in dict.fromkeys(numbers):
+        claims = pd.concat([rows.head(1) for rows, number in zip(several, numbers, strict=True) if number == mark])
+        parts = SEPARATOR.join(map(str, sorted(several[numbers.index(mark)]["unit"])))
+        lines.append(SourceLine(mark, *_without_these(found, claims, parts, "these together")))
+    return [*lines, *_without_sources(found)]
+
+
+def _without_these(found: Any, claims: pd.DataFrame, parts: str, them: str) -> tuple[str, tuple[int, ...]]:
+    """Which claims are lost without units, and the statements that say so."""
+    lost = found.statements.query("about == 'units' and role == 'breaking'")
+    rows = lost.index[lost["claim"].isin(claims["claim"]) & (lost["parts"] == parts)]
+    return f"Without {them}, {_lost_in_words(found, claims)}.", tuple(map(int, rows))
+
+
+def _lost_in_words(found: Any, rows: pd.DataFrame) -> str:
+    """Which claims are lost, and which in part."""
+    by_verdict = rows.groupby("verdict", sort=False)["text"]
+    named = {verdict: ["the answer"] if found.is_whole else [*dict.fromkeys(map(repr, words))] for verdict, words in by_verdict}
+    return " and ".join(
+        f"{listed(words)} {'is' if len(words) == 1 else 'are'} lost{' in part' if verdict == PARTLY else ''}"
+        for verdict, words in named.items()
+    )
+
+
+def _without_sources(found: Any) -> Iterator[SourceLine]:
+    """The lines on words without a source; what they say is about the run without any part."""
+    rows = tuple(map(int, found.rows("units", "none").index))
+    account, is_said = found.citations["account"], found.citations["verdict"].isin(SAID)
+    verdicts = set(found.citations.loc[account == SAID_ANYWAY, "verdict"])
+    left = _phrases(found, (account == SAID_ANYWAY) & ~is_said)
+    if verdicts and verdicts <= {SAME, NEAR_TIES}:
+        ties = ", but for near ties" if NEAR_TIES in verdicts else ""
+        yield SourceLine("memory", f"Without any part of the prompt, the model gives the same answer{ties}.", rows)
+    elif said := _phrases(found, (account == SAID_ANYWAY) & is_said):
+        yield SourceLine("memory", f"Said without any part of the prompt, too: {some_named(said)}.", rows)
+    if left:
+        fall = "it does not fall" if len(left) == 1 else "these do not fall"
+        text = f"Not said without any part of the prompt, but behind the same words {fall}: {some_named(left)}."
+        yield SourceLine("memory", text, rows)
+    if unfound := _phrases(found, account == UNFOUND):
+        text = f"Lost without all parts of the prompt, and no part was found that loses it: {some_named(unfound)}."
+        yield SourceLine("?", text, rows)
+    if asked := _phrases(found, account == IN_QUESTION):
+        yield SourceLine("", f"Words of the question have no mark: {some_named(asked)}.", ())
+
+
+def _phrases(found: Any, chosen: pd.Series) -> list[str]:
+    """The words of some rows of the citations in quotation marks, neighbors together."""
+    spans: list[tuple[int, int]] = []
+    for row in found.citations[chosen].itertuples():
+        if spans and not found.response[spans[-1][1] : row.response_start].strip():
+            spans[-1] = (spans[-1][0], row.response_stop)
+        else:
+            spans.append((row.response_start, row.response_stop))
+    return [repr(found.response[start:stop]) for start, stop in spans]
+
+
+# --- on the page ---
+
+
+def shade(nats: float) -> str:
+    """The color of what falls by so many nats, as CSS."""
+    share = max(0.0, min(1.0, nats / FULL_SHADE))
+    return f"background:color-mix(in srgb, var(--positive-fill) {round(100 * share)}%, transparent)"
+
+
+def marked_response(found: Any, lines: Sequence[SourceLine]) -> str:
+    """The words as they stand in the response, shaded; those of a claim are buttons, and marks lead to their lines."""
+    text, at, parts = found.response, 0, []
+    names = [line.mark for line in lines]
+    marks = {run.stop: _mark(names, number, run) for number, run in enumerate(marked_runs(text, found.citations))}
+    for word in found.words[found.words["start"] < found.words["stop"]].itertuples():
+        of_claim = f' data-claim="{word.claim}" class="in-claim"' if word.claim >= 0 and not found.is_whole else ""
+        tag = "button" if of_claim else "span"
+        of_account = f' data-account="{word.account}"' if word.account else ""
+        title = f"falls by {word.nats:.1f} nats without all parts"
+        parts.append(
+            f'{html_text(text[at : word.start])}<{tag}{of_claim}{of_account} style="{shade(word.nats)}" '
+            f'title="{title}">{html_text(word.text)}</{tag}>{marks.get(word.stop, "")}'
+        )
+        at = word.stop
+    return "".join(parts) + html_text(text[at:])
+
+
+def _mark(marks: Sequence[str], number: int, run: MarkedRun) -> str:
+    """A mark, of which each number or word leads to the first line that has it."""
+    names = re.split(r"(, |\+)", run.mark)
+    links = "".join(f'<a href="#source-{marks.index(name)}">{name}</a>' if name in marks else name for name in names)
+    return f'<sup class="mark" id="mark-{number}">[{links}]</sup>'
+
+
+def source_list(found: Any, lines: Sequence[SourceLine]) -> str:
+    """A line for each mark, with links back to where it stands in the answer."""
+    runs, items = marked_runs(found.response, found.citations), []
+    for i, line in enumerate(lines):
+        back = "".join(
+            f' <a href="#mark-{number}" title="in the answer: {html_text(found.response[run.start : run.stop])}">↑</a>'
+            for number, run in enumerate(runs)
+            if line.mark and line.mark in (run.mark, *re.split(r", |\+", run.mark))
+        )
+        mark = f'<b class="cited">[{html_text(line.mark)}]</b> ' if line.mark else ""
+        items.append(f'<li id="source-{i}">{mark}{html_text(" ".join(line.text.split()))}{back}</li>')
+    return f'<ul class="citations">{"".join(items)}</ul>' if items else ""
