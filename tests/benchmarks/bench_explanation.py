@@ -6,7 +6,8 @@ MODEL is a folder or GGUF file of a chat model, DATA has lines with ``question``
 is a question about two or more documents: the passage that answers it, and other rows' passages that do not have the answer,
 8 to 20 sentences together, in an order that depends on the seed. Cases whose answer contains no short answer of the data are
 counted, and the first ``--wrong`` of them are explained, too, for reading. Of the first ``--cases-again`` cases statements are
-run again by plain Transformers (``tests/real/plain_transformers.py``): those that are printed, and ``--again`` others. A run is
+run again by plain Transformers (``tests/real/plain_transformers.py``): those that are printed, those that a mark of the answer
+rests on, and ``--again`` others. A run is
 resumed where it stopped: one JSON line a question. ``--heads N`` chooses what heads the explanations of N right answers,
 about the answering passage alone, by several rules, and explains none. Printed: cases tried and right; the share of right
 answers of which a cause contains the short answer's sentence; causes beside it for each question; statements run again and
@@ -35,13 +36,14 @@ from transformers import AutoModelForCausalLM
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "real"))
 
-from plain_transformers import Plain, again
+from plain_transformers import Plain, again, citations_again
 
 import kvlens
 from kvlens.explanation import paragraphs
 from kvlens.explanation.heading import answering, asked_for, candidates_of
 from kvlens.explanation.reading import wilson
 from kvlens.explanation.runs import ENDS, MORE_TOKENS, responses, stop_tokens
+from kvlens.explanation.sources import sources_in_words
 from kvlens.explanation.steps import Explaining
 from kvlens.texts import Response
 
@@ -94,7 +96,8 @@ def explained(
     ]
     short = [i for i, text in enumerate(found.claims["text"]) if has_answer(text, row["answers"])]
     causes = of_claims[short[0] if short else found.about]
-    printed = sorted({i for paragraph in paragraphs(found) for sentence in paragraph for i in sentence.rows})
+    sentences = [*itertools.chain(*paragraphs(found)), *sources_in_words(found)]
+    printed = sorted({i for sentence in sentences for i in sentence.rows})
     printed = [i for i in printed if found.statements.loc[i, "about"] in ("units", "layers")]
     said = [i for i in printed if isinstance(found.statements.loc[i, "says"], str)]
     others = [i for i in found.statements.index if i not in said and found.statements.loc[i, "about"] in ("units", "layers")]
@@ -115,6 +118,7 @@ def explained(
         same = says is None or says.split() == statement.says.split()
         if abs(second.fall - statement.nats) > 0.01 or not same:
             false.append([int(i), statement.about, statement.parts, statement.nats, second.fall, statement.says, says])
+    n_cited, false_cited = (0, []) if plain is None else citations_again(model, plain, found, ends)
     return {
         "question": row["question"],
         "answers": row["answers"],
@@ -137,6 +141,9 @@ def explained(
         "processor": processor,
         "n_again": len(chosen),
         "false": false,
+        "accounts": found.citations["account"].value_counts().to_dict(),
+        "n_cited": n_cited,
+        "false_cited": false_cited,
         "words": str(found),
         "texts": found.statements[found.statements["says"].notna()][
             ["claim", "about", "role", "parts", "verdict", "kept_words", "nats", "says"]
@@ -165,6 +172,7 @@ def summary(cases: list[dict[str, Any]]) -> str:
         f"heading claim: {sum(heading)}; in the heading claim itself: {sum(holds)}",
         f"causes beside it: {statistics.fmean(beside):.2f} a question",
         f"statements run again: {n_again}, false: {false}",
+        f"marks run again: {sum(case['n_cited'] for case in cases)}, false: {sum(len(case['false_cited']) for case in cases)}",
         f"with a cause: {sum(bool(case['causes']) for case in right)}; size of the first breaking set of layers: {dict(sizes)}",
         f"layers that lose the claim alone: {alone.most_common(8)}",
         f"seconds: median {statistics.median(case['seconds'] for case in right):.1f}, "
@@ -190,7 +198,7 @@ def head_scores(model: Any, chat: Any, answers: list[str]) -> dict[str, Any]:
     candidates = [] if explaining.is_whole else candidates_of(explaining)
     if not candidates:
         return {"text": [], "n_claims": 0}
-    (asked,) = runs._walked(runs.without_question().repeat(1))  # without the question, the response's tokens given
+    (asked,) = runs._walked(runs.without_question.repeat(1))  # without the question, the response's tokens given
     spans = [slice(claim.start, claim.stop) for claim in candidates]
     falls = explaining.nothing.falls
     return {

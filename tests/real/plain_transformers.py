@@ -1,15 +1,21 @@
 """A second program for the statements of an explanation: plain Transformers, with an attention that is written out here.
 
 It knows tokens, units and responses, and nothing of kvlens' biases: what a layer reads is Transformers' own cache, in which
-each layer has its own set of keys that are not there.
+each layer has its own set of keys that are not there. Verdicts on what it says then are those of kvlens.explanation.claims.
 """
 
+import functools
+import itertools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
+
+from kvlens.explanation.claims import GONE, NOT_REACHED, SAID, claim_of, content_words, verdict
+from kvlens.texts import Response
 
 FIRM, MOST_TOKENS = math.log(4), 32
 _GONE: dict[int, Tensor] = {}
@@ -100,13 +106,27 @@ class Run(NamedTuple):
 
     Attributes:
         fall: of the claim's tokens, nats.
+        falls: of the response's tokens.
+        differs: how many of these it would say another for.
         firm: the firm difference, None without one.
         text: the tokens that are said instead, from the response's beginning; None without a firm difference.
     """
 
     fall: float
+    falls: Tensor
+    differs: int
     firm: int | None
     text: list[int] | None
+
+
+@functools.lru_cache(maxsize=1)  # for all statements about a response
+def with_everything(plain: Plain, prompt: tuple[int, ...], response: tuple[int, ...]) -> tuple[DynamicCache, Tensor]:
+    """The cache of a whole prompt but for its last token, and the log-probabilities at the response's tokens."""
+    tokens, text = (torch.tensor(each, device=plain.hf.device) for each in (prompt, response))
+    nothing = torch.zeros(len(tokens) - 1, dtype=torch.bool, device=tokens.device)
+    cache, everywhere = plain.read(tokens[:-1], nothing), dict.fromkeys(range(plain.n_layers), nothing)
+    logits, _ = plain.continued(cache, everywhere, torch.cat([tokens[-1:], text[:-1]]), len(tokens) - 1)
+    return cache, logits.double().log_softmax(dim=-1)
 
 
 def exchanged(row: Any, layer: int, groups: dict[str, list[int]], nothing: Tensor) -> Tensor:
@@ -141,7 +161,7 @@ def again(
     """
     before, last, n = prompt[:-1], prompt[-1:], len(prompt) - 1
     nothing = torch.zeros(n, dtype=torch.bool, device=prompt.device)
-    whole = plain.read(before, nothing)
+    whole, old = with_everything(plain, tuple(prompt.tolist()), tuple(response.tolist()))
 
     def without(numbers: set[int]) -> Tensor:
         gone = nothing.clone()
@@ -149,7 +169,6 @@ def again(
             gone[slice(*units[unit])] = True
         return gone
 
-    every = dict.fromkeys(range(plain.n_layers), nothing)
     start = n
     if row.about == "units":
         parts = {int(part) for part in row.parts.split("+")}
@@ -168,15 +187,67 @@ def again(
             cache.update(*(torch.where(theirs[:, None], other, own) for other, own in pairs), layer)
             masks[layer] = missing & theirs
     text = torch.cat([last, response[:-1]])
-    old = plain.continued(whole, every, text, n)[0].double().log_softmax(dim=-1)
     new = plain.continued(cache, masks, text, start)[0].double().log_softmax(dim=-1)
     at = torch.arange(len(response), device=response.device)
     said = new.argmax(dim=-1)
     moved = (old[at, response] - old[at, said]) - (new[at, response] - new[at, said])
     is_firm = (said != response) & (moved >= FIRM)
     firm = int(is_firm.long().argmax()) if bool(is_firm.any()) else None
-    fall = float((old[at, response] - new[at, response])[slice(*claim)].sum())
+    falls, differs = old[at, response] - new[at, response], int((said != response).sum())
+    found = Run(float(falls[slice(*claim)].sum()), falls, differs, firm, None)
     if firm is None or not isinstance(row.says, str):
-        return Run(fall, firm, None)
+        return found
     forced = response[:firm].tolist()
-    return Run(fall, firm, plain.says(cache, masks, last, forced, start, len(response) + MOST_TOKENS, ends))
+    return found._replace(text=plain.says(cache, masks, last, forced, start, len(response) + MOST_TOKENS, ends))
+
+
+ACCOUNTED = {
+    "source": GONE,
+    "together": GONE,
+    "repeated": {NOT_REACHED},
+    "memory": SAID | {NOT_REACHED},
+    "unfound": GONE,
+}
+"""The verdicts that the run behind a mark may have on its words; words of the question rest on no run."""
+
+
+def runs_of_citations(found: Any) -> Iterator[tuple[int, int]]:
+    """The runs behind the marks of an answer: (number of the statement, number of the citation).
+
+    A source rests on the run without it, once with its gap kept, and once with it closed; so do sources together. Everything
+    else rests on the run without any unit.
+    """
+    (nothing, *_) = found.statements.query("about == 'units' and role == 'none'").index
+    own = found.citations
+    for number, row in own[own["account"].isin(ACCOUNTED)].iterrows():
+        if row["account"] not in ("source", "together"):
+            yield int(nothing), int(number)
+            continue
+        units = {row["unit"]} if row["account"] == "source" else set(own.loc[own["claim"] == row["claim"], "unit"])
+        rows = found.statements.query("about == 'units' and role == 'breaking' and claim == @row.claim")
+        runs = rows[rows["parts"] == "+".join(map(str, sorted(units)))]
+        assert set(runs["gap"]) == {"kept", "closed"}, f"{row['text']!r} is cited, and is not lost both ways"
+        yield from ((int(run), int(number)) for run in runs.index)
+
+
+def citations_again(model: Any, plain: Plain, found: Any, ends: Any) -> tuple[int, list[tuple[int, int, str, float]]]:
+    """Run every mark of an answer again: how many runs of citations there are, and those with another verdict or fall."""
+    units = list(found.units[["start", "stop"]].itertuples(index=False, name=None))
+    in_unit = [any(start <= i < stop for start, stop in units) for i in range(len(found.tokens))]
+    prompt = Response.of(model, found.tokens[:0], found.tokens)
+    always = frozenset(content_words(word for word in prompt.words if not any(in_unit[word.start : word.stop])))
+    response, false, n = Response.of(model, found.tokens, found.response_tokens), [], 0
+    runs = sorted(runs_of_citations(found))
+    for statement, pairs in itertools.groupby(runs, key=lambda pair: pair[0]):
+        row = found.statements.loc[statement]
+        run = again(plain, found.tokens, units, found.response_tokens, row, (0, 0), ends)
+        text = None if run.text is None else Response.of(model, found.tokens, found.tokens.new_tensor(run.text)).words
+        for _, number in pairs:
+            cited, n = found.citations.loc[number], n + 1
+            here = found.words[(found.words["start"] >= cited.response_start) & (found.words["stop"] <= cited.response_stop)]
+            claim = claim_of(response, int(here["word"].min()), int(here["word"].max()) + 1, 0.0, always)
+            judged = verdict(claim, run.falls, run.differs, run.firm, text)
+            differs = row["gap"] == "kept" and abs(judged.fall - cited.nats) > 0.01
+            if differs or judged.name not in ACCOUNTED[cited.account]:
+                false.append((statement, number, judged.name, judged.fall))
+    return n, false

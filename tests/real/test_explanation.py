@@ -6,6 +6,7 @@ README's first command name the causes that these pages name.
 
 import contextlib
 import io
+import itertools
 import random
 import re
 import shlex
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain_transformers import Plain, again
+from plain_transformers import Plain, again, citations_again
 from transformers import AutoModelForCausalLM
 
 import kvlens
@@ -23,6 +24,7 @@ from kvlens.chat import prompt_tokens, prompt_units
 from kvlens.cli import main
 from kvlens.explanation import paragraphs
 from kvlens.explanation.runs import ENDS, MORE_TOKENS, stop_tokens
+from kvlens.explanation.sources import sources_in_words
 from kvlens.units import always_there
 
 MINUTES = "Everybody was there on Tuesday. The new office will be in Rotterdam. The rent is 12,500 euros a month."
@@ -40,19 +42,31 @@ def test_the_stating_sentence_is_the_cause_of_the_city(found):
     assert found.n_layers == 30 and len(found.rows("positions", "each")) >= 4
 
 
-def test_statements_are_true_in_plain_transformers(smollm2, smollm2_file, found):
-    hf = AutoModelForCausalLM.from_pretrained(
-        smollm2_file.parent, gguf_file=smollm2_file.name, dtype=torch.float32, attn_implementation="written_out"
+@pytest.fixture(scope="module")
+def plain(smollm2_file):
+    return Plain(
+        AutoModelForCausalLM.from_pretrained(
+            smollm2_file.parent, gguf_file=smollm2_file.name, dtype=torch.float32, attn_implementation="written_out"
+        )
     )
-    prompt, stops = ASKED.tokens(smollm2), stop_tokens(smollm2)
-    units = list(found.units[["start", "stop"]].itertuples(index=False, name=None))
-    groups = {name: table["position"].tolist() for name, table in found.positions.groupby("group")}
+
+
+def ending(model, found):
+    """Whether a text that is said instead ends."""
+    stops = stop_tokens(model)
 
     def ends(text):
         enough = len(text) >= len(found.response_tokens) + MORE_TOKENS
-        return text[-1] in stops or (enough and smollm2.tokenizer.decode(text[-1:]).endswith(ENDS))
+        return text[-1] in stops or (enough and model.tokenizer.decode(text[-1:]).endswith(ENDS))
 
-    printed = {row for paragraph in paragraphs(found) for sentence in paragraph for row in sentence.rows}
+    return ends
+
+
+def test_statements_are_true_in_plain_transformers(smollm2, plain, found):
+    prompt, ends = ASKED.tokens(smollm2), ending(smollm2, found)
+    units = list(found.units[["start", "stop"]].itertuples(index=False, name=None))
+    groups = {name: table["position"].tolist() for name, table in found.positions.groupby("group")}
+    printed = {row for sentence in itertools.chain(*paragraphs(found), sources_in_words(found)) for row in sentence.rows}
     told = [row for row in printed if isinstance(found.statements.loc[row, "says"], str)]
     others = [row for row in found.statements.index if row not in told]
     assert len(told) >= 2
@@ -62,11 +76,24 @@ def test_statements_are_true_in_plain_transformers(smollm2, smollm2_file, found)
         statement = found.statements.loc[row]
         claim = found.claims.loc[int(statement["claim"])]
         span = (claim["start"], claim["stop"])
-        second = again(Plain(hf), prompt, units, found.response_tokens, statement, span, ends, groups)
+        second = again(plain, prompt, units, found.response_tokens, statement, span, ends, groups)
         assert second.fall == pytest.approx(statement["nats"], abs=1e-3)
         if second.text is not None:
             says = smollm2.tokenizer.decode(second.text, skip_special_tokens=True)
             assert says.split() == statement["says"].split()
+
+
+CODE = "SIZE = 40\n\ndef paint(color='turquoise'):\n    draw(SIZE, color)\n"
+
+
+@pytest.mark.slow
+def test_every_mark_of_an_answer_is_true_in_plain_transformers(smollm2, plain):
+    """Of a source, of several together, of words that are said anyway, and of words without a part that was found."""
+    asked = Chat.ask("Which color does paint use by default?", {"paint.py": CODE})
+    found = explain(smollm2, asked, by="code", depth="units")
+    assert {"source", "together", "memory", "unfound"} <= set(found.citations["account"])
+    n, false = citations_again(smollm2, plain, found, ending(smollm2, found))
+    assert n >= len(found.citations) - (found.citations["account"] == "question").sum() and false == []
 
 
 TWO_PARAGRAPHS = "Attending: Dr. Lee, Ann. We paid 3.5 euros.\n\nThe new office will be in Rotterdam. The lease ends in May.\n"
