@@ -21,8 +21,8 @@ from typing import Any
 from kvlens.explanation.claims import may_be_lost
 from kvlens.explanation.runs import MORE_TOKENS, PASS, IndexSet, Outcome
 
-MANY = 12
-"""How many units are removed one by one without a screen."""
+MANY = 6
+"""How many units are removed one by one without a screen, which would take about as many runs."""
 NOTHING, FEWEST = 0.3, 4
 """Nats: without units nothing changes if no claim falls by more, and there is no firm difference either. (SmolLM2, nine
 questions about two or three documents: none of the 12 sentences in documents without which no claim falls by more had a firm

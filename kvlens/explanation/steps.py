@@ -95,8 +95,8 @@ def explain(
 @analysis(
     STATEMENT_COLUMNS,
     "which parts of the prompt and which layers the words of the answer rest on: interventions, and what is said under them",
-    cost="the answer's tokens one by one; prompt and answer once without each unit, and an answer for each that changes "
-    "it; the answer for some ranges of layers",
+    cost="the answer's tokens one by one; prompt and answer once without each unit that seems to matter, and an answer for "
+    "each that changes it; the answer for some ranges of layers",
     options={"by": BY, "depth": Option("how far it goes", choices=HOW_FAR)},
 )
 def explanation(
