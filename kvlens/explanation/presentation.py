@@ -51,7 +51,8 @@ class PrintedSentence(NamedTuple):
 
 def paragraphs(found: Any) -> list[list[PrintedSentence]]:
     """The sentences on the response and its claims, on the units, on the layers, and on positions."""
-    return [each for each in map(list, (_of_claims(found), _of_units(found), _of_layers(found), _of_positions(found))) if each]
+    units = [*_of_units(found), *_of_groups(found)]
+    return [each for each in map(list, (_of_claims(found), units, _of_layers(found), _of_positions(found))) if each]
 
 
 def answered(response: str, cut_after: int | None) -> str:
@@ -211,7 +212,6 @@ def _of_claims(found: Any) -> Iterator[PrintedSentence]:
 
 
 def _of_units(found: Any) -> Iterator[PrintedSentence]:
-    yield from _of_groups(found)
     if not found.cause:
         yield from _no_cause(found)
         return
