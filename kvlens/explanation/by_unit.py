@@ -78,10 +78,9 @@ class UnitSearch:
     # --- the screen ---------------------------------------------------------------------------------------------------
 
     @cached_property
-    def hidden(self) -> list[Outcome]:
-        """What becomes of the response with each unit hidden from it."""
-        found: list[Outcome] = self.runs.hidden([[unit] for unit in sorted(self.everything)])
-        return found
+    def hidden(self) -> list[Any]:
+        """What becomes of the response with each unit hidden from it: outcomes."""
+        return [*self.runs.hidden([[unit] for unit in sorted(self.everything)])]
 
     def _screened(self) -> list[int]:
         """Remove together what seems to change nothing; returns the other units, the strongest first."""

@@ -25,6 +25,7 @@ from kvlens import KVLensError, convert_prompt, counterfactuals, logits_after
 from kvlens.analyses import reading_layers
 from kvlens.cli.printed import print_explanation
 from kvlens.explanation import explanation_view, paragraphs, runs, steps
+from kvlens.explanation.claims import Claim
 from kvlens.explanation.exchanges import _LayerRanges
 from kvlens.explanation.presentation import outcome, switched_in_words
 from kvlens.explanation.reading import reading_shares, reading_stability, wilson
@@ -291,7 +292,7 @@ def test_units_and_claims_that_are_not_there_are_refused(explaining):
 
 def searched(is_lost, n_layers=8):
     """A search by ranges of layers for what a claim rests on, where which sets lose it is known: the statements by role."""
-    claim, rows = SimpleNamespace(start=0, stop=1), []
+    claim, rows = Claim("x", 0, 1, ("x",), 1.0), []
 
     def exchanged(exchange, sets, wants_text):
         """A claim that falls by more layers by more, with a text wherever one is wanted."""
