@@ -134,7 +134,7 @@ def _of_batches(
     model: KVModel, graph: Graph, batches: Sequence[Pairs], steps: int, by_stage: bool
 ) -> tuple[Float[Tensor, "2 writer reader"], Float[Tensor, "writer pos"]]:
     """Means over all pairs: of edges, at the prompts' tokens and at all others, and of nodes, by position."""
-    signed = [each for of in batches for each in ((1, of), (-1, of.rivals)) if each[1] is not None]
+    signed = [(1, of) for of in batches] + [(-1, of.rivals) for of in batches if of.rivals is not None]
     n_asked, n_behind = (max(getattr(of, name) for _, of in signed) for name in ("n_asked", "n_answer"))
     of_edges = torch.zeros(2, *graph.edges.shape, dtype=torch.float64)
     by_position = torch.zeros(len(graph.writers), n_asked + n_behind, dtype=torch.float64)

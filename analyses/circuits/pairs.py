@@ -192,14 +192,14 @@ def _asked(model: KVModel, case: _Case, answer: Any, rival: Any) -> _Case:
     """The same with the tokens of answer and rival; without an answer with the most probable next one."""
     if answer is None:
         answer = model.logits_on(case.clean[None], 1)[0, -1].argmax()
-    words = {"answer": answer, "rival": rival}
-    found = [
-        None if x is None else answer_tokens(model, name, x[None] if isinstance(x, Tensor) and not x.dim() else x)
-        for name, x in words.items()
-    ]
-    if found[1] is not None and torch.equal(*found):
+
+    def tokens(name: str, x: Any) -> Int[Tensor, " _"]:
+        return answer_tokens(model, name, x[None] if isinstance(x, Tensor) and not x.dim() else x)
+
+    own, other = tokens("answer", answer), None if rival is None else tokens("rival", rival)
+    if other is not None and torch.equal(own, other):
         raise KVLensError("rival: it is the answer itself; name another one, or none")
-    return case._replace(answer=found[0], rival=found[1])
+    return case._replace(answer=own, rival=other)
 
 
 def _batches(cases: Sequence[_Case], n_tokens: int) -> list[Pairs]:
