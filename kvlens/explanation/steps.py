@@ -15,7 +15,7 @@ from kvlens import KVLensError, KVModel
 from kvlens.analyses.attribution.answers import BY
 from kvlens.analyses.declaration import Option, analysis
 from kvlens.analyses.sequences import PromptTokens, TextTokens
-from kvlens.arguments import HOW_FAR, Depth
+from kvlens.arguments import HOW_FAR, Depth, Positions
 from kvlens.chat import ROLES, Chat, as_prompt, one_sequence, prompt_layout
 from kvlens.checks import Count, checked
 from kvlens.errors import brief, nearest
@@ -317,12 +317,13 @@ class Explaining:
         if not members or not 0 <= members[0] <= members[-1] < len(self.units):
             raise KVLensError(f"units: expected some of 0 to {len(self.units) - 1}, got {brief(members)}")
         self.work.begin("without these parts", 2 * (len(self.prompt) + len(self.response.tokens) * PASS), anew=True)
+        gaps: tuple[Positions, ...] = ("kept", "closed")
         with self.runs.step("switched"), self.runs.texts_together():
-            self.runs.without_these([(members, "kept"), (members, "closed")])
-        parts, gaps = SEPARATOR.join(map(str, members)), ("kept", "closed")
+            outcomes = dict(zip(gaps, self.runs.without_these([(members, gap) for gap in gaps]), strict=True))
+        parts = SEPARATOR.join(map(str, members))
         if not any((row["role"], row["parts"]) == ("switched", parts) for row in self.rows):
             for number, gap in itertools.product(range(len(self.claims)), gaps):
-                self.add(number, self.runs.without([members], gap)[0], "units", "switched", members, gap=gap)
+                self.add(number, outcomes[gap], "units", "switched", members, gap=gap)
         return self.found()
 
     @torch.no_grad()
