@@ -335,14 +335,13 @@ def test_what_is_known_is_said_at_once(model):
 def test_units_are_removed_together_from_those_that_cost_most_and_hold_the_claim_alone(monkeypatch):
     """Of four: the fact stands in the second and in the fourth, so that neither costs anything alone."""
 
-    def fall(claim, gone):
+    def fall(gone):
         return 2.0 * ({1, 3} <= gone) + 0.5 * (0 in gone)
 
     # what is said, or becomes of the response, is what was taken away
     took = lambda sets, **named: [frozenset(each) for each in sets]  # noqa: E731
-    search = UnitSearch(
-        SimpleNamespace(units=range(4), runs=SimpleNamespace(without=took, hidden=took), claims=[None], fall=fall)
-    )
+    monkeypatch.setattr(UnitSearch, "fall", lambda self, number, gone: fall(gone))
+    search = UnitSearch(SimpleNamespace(units=range(4), runs=SimpleNamespace(without=took, hidden=took)))
     assert search._order(0) == [1, 3, 0, 2]
     assert search._sets(0) == [(1, 3), (0, 1, 3)]
     monkeypatch.setattr(by_unit, "MOST_ORDERED", 3)  # of more units those that are strongest when units are hidden
