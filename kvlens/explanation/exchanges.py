@@ -229,7 +229,7 @@ class _LayerRanges(_Search):
             if not any(map(self.may_be_lost, tried.values())):
                 tried |= self._given_back()
             promising = sorted((each for each, now in tried.items() if self.may_be_lost(now)), key=len)
-            self.read(_smallest(promising))
+            self.read(promising)
             others = [self.all_but(each) for each in self._unions(promising)]
             read = self.read(others, lambda now: False)
             self.read([each for each, now in zip(others, read, strict=True) if not self.may_be_lost(now)][:1])
@@ -275,11 +275,6 @@ class _LayerRanges(_Search):
             if not self.may_be_lost(now) and self.explaining.said(self.number, self.read([self.all_but(each)])[0]):
                 self.run("keeping", [each], lambda now: not self.may_be_lost(now), others=True)
                 return
-
-
-def _smallest(sets: Sequence[IndexSet]) -> list[IndexSet]:
-    """Those sets that have no other one inside."""
-    return [each for each in sets if not any(set(other) < set(each) for other in sets)]
 
 
 def _halves(layers: IndexSet) -> list[IndexSet]:
