@@ -102,7 +102,7 @@ def exchange_layers(explaining: Any, number: int, cause: tuple[int, ...]) -> int
     """
     donor, n_layers = explaining.runs.donor(cause), explaining.runs.bias.n_layers
     exchange, members = LayerExchange(explaining.runs.bias, donor), {layer: [layer] for layer in range(n_layers)}
-    if explaining.depth == "ranges":
+    if explaining.depth in ("units", "ranges"):  # of units alone, layers are asked for later
         _LayerRanges(explaining, number, "layers", exchange, members, cause).find()
         return n_layers
     search = _Layers(explaining, number, "layers", exchange, members, cause)
