@@ -84,7 +84,7 @@ HELP_PAGES = (
     _page("open_socket", "address", "tuple", "Open a socket to an address."),
     _page("draw_sample", "weights", "array_like", "Draw a sample by its weights."),
 )
-PAIRS = {"facts": FACTS, "stories": STORIES, "help pages": HELP_PAGES}
+PAIRS_BY_KIND = {"facts": FACTS, "stories": STORIES, "help pages": HELP_PAGES}
 """Prompts and texts that follow them: twelve of each kind, enough for a significance test. The first three facts are those of
 ICLCA's tables 3 to 5. Stories are for models of children's stories, help pages for models of the documentation of Python."""
 
@@ -117,13 +117,15 @@ def gpt2_text(settings: Settings, tell: Tell) -> Reproduction:
     source = zoo.source_of(settings["model"])
     usual = "stories" if isinstance(source, Path) and source.suffix == ".bin" else "facts"
     kind = settings["texts"] or ("help pages" if settings["model"] in zoo.names() else usual)
-    if kind not in PAIRS:
-        raise KVLensError(f"gpt2-text: texts must be one of {', '.join(PAIRS)}, got {kind!r}{nearest(kind, PAIRS)}")
+    if kind not in PAIRS_BY_KIND:
+        raise KVLensError(
+            f"gpt2-text: texts must be one of {', '.join(PAIRS_BY_KIND)}, got {kind!r}{nearest(kind, PAIRS_BY_KIND)}"
+        )
     if isinstance(source, str) or zoo.is_hugging_face(source):
         model = HookedKVTransformer.from_pretrained_no_processing(source, device="cpu").eval().requires_grad_(False)
     else:
         model = hooked_model(settings["model"], tokenizer=settings["tokenizer"], device="cpu")
-    pairs = PAIRS[kind][: settings["n_pairs"]]
+    pairs = PAIRS_BY_KIND[kind][: settings["n_pairs"]]
     rows: list[dict[str, Any]] = []
     for number, pair in enumerate(pairs):
         rows += [{"pair": number, "prompt": pair[0], "text": pair[1], **row} for row in read(model, pair, settings, number)]

@@ -25,7 +25,7 @@ from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment, hooked_model
 from kvlens.papers.harness.significance import Comparison
-from kvlens.papers.iclca.gpt2_text import PAIRS
+from kvlens.papers.iclca.gpt2_text import PAIRS_BY_KIND
 
 FIRMS = (
     "Lumora",
@@ -80,7 +80,7 @@ def stored_bias(settings: Settings, tell: Tell) -> Reproduction:
 
 def shares_of(model: HookedKVTransformer, settings: Settings, number: int) -> Iterator[dict[str, object]]:
     """The share of the bias in each layer, for each length of the prompt; the text is what follows the prompt."""
-    texts = (*PAIRS["facts"], *PAIRS["stories"])
+    texts = (*PAIRS_BY_KIND["facts"], *PAIRS_BY_KIND["stories"])
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(settings["seed"] + number)).tolist()
     passage = "".join(f" {texts[i][0]}{texts[i][1]}." for i in order)
     tokens = model.to_tokens(passage, prepend_bos=model.prepends_bos, truncate=False)[0]
