@@ -111,6 +111,8 @@ FOUND = {
     "system prompt": "docs/how-to/split-a-chat.html",
     "induction": "docs/ideas/kv-shift.html",
     "GGUF": "docs/how-to/load-a-model.html",
+    "draw a circuit": "docs/how-to/draw-a-circuit.html",
+    "retrieval heads": "docs/how-to/find-heads.html",
 }
 
 

@@ -9,9 +9,9 @@ import pandas as pd
 from jaxtyping import Int
 from torch import Tensor
 
-from kvlens.analyses.declaration import Columns
+from kvlens.analyses.declaration import TABLE_WIDTH, Columns
 from kvlens.explanation.by_unit import UnitSearch
-from kvlens.explanation.citations import by_sentence, citations_of, marked, needs_account
+from kvlens.explanation.citations import CITATION_COLUMNS, SENTENCE_COLUMNS, by_sentence, citations_of, marked, needs_account
 from kvlens.explanation.claims import NOT_KNOWN, places_of_words
 from kvlens.explanation.presentation import SEPARATOR
 from kvlens.explanation.runs import Outcome
@@ -94,9 +94,29 @@ COST_COLUMNS = Columns(
     tokens=("int64", "that these read, rows that had ended left out"),
 )
 
-TABLES = ("claims", "units", "effects", "words", "statements", "positions", "citations", "cost")
+TABLES = {
+    "claims": CLAIM_COLUMNS,
+    "units": UNIT_COLUMNS,
+    "effects": EFFECT_COLUMNS,
+    "words": WORD_COLUMNS,
+    "statements": STATEMENT_COLUMNS,
+    "positions": POSITION_COLUMNS,
+    "citations": CITATION_COLUMNS,
+    "cost": COST_COLUMNS,
+}
+"""The tables of an explanation."""
 
 
+def listing_tables(made: type["Explained"]) -> type["Explained"]:
+    """Decorator that lists the columns of all tables at the end of the class' docstring."""
+    lines = [made.__doc__ or ""]
+    for name, columns in TABLES.items():
+        lines += ["", f"The columns of ``{name}``:", "", *columns.table(TABLE_WIDTH - 4)]
+    made.__doc__ = "\n    ".join(lines)
+    return made
+
+
+@listing_tables
 @dataclass(frozen=True)
 class Explained:
     """What :func:`explain` found.
@@ -166,8 +186,12 @@ class Explained:
         return marked(self.response, self.citations)
 
     @property
+    @SENTENCE_COLUMNS.document
     def by_sentence(self) -> pd.DataFrame:
-        """What each sentence of the response rests on, `SENTENCE_COLUMNS`."""
+        """What each sentence of the response rests on:
+
+        {columns}
+        """
         return by_sentence(self.response, self.words, self.citations)
 
     def rows(self, about: str, *roles: str) -> pd.DataFrame:
