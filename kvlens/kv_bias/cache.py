@@ -76,7 +76,7 @@ def _refuse_models_without(what: str, f: Fingerprint, recurrent: bool) -> None:
         (
             any(word in f.rest for word in changed),
             "weight processing moved the biases of values into b_O, so its values are not those of the Transformers model; "
-            "load the model with kvlens.load, or with HookedKVTransformer.from_pretrained_no_processing, and convert again",
+            "load it with HookedKVTransformer.from_pretrained_no_processing, or as KVTransformerBridge, and convert again",
         ),
     ]
     _refuse(what, reasons)
