@@ -56,7 +56,7 @@ _HOMES = importlib.import_module("kvlens.analyses.registry").ANALYSES | {
     "baseline_ablation": "kvlens.analyses.bias.effects",
     "bias_ablation": "kvlens.analyses.bias.effects",
     "bias_by_layer": "kvlens.analyses.bias.decomposition",
-    "faithfulness": "kvlens.analyses.circuits.faithfulness",
+    "faithfulness": "kvlens.analyses.circuits.mib",
     "head_details": "kvlens.analyses.heads.rows",
     "linked_shares": "kvlens.analyses.bias.positions",
     "next_token_texts": "kvlens.texts",

@@ -100,7 +100,6 @@ def test_added_tokens_that_the_template_writes_are_marks():
     assert tokens.count(model.tokenizer.convert_tokens_to_ids("<b>")) == 1  # no role: what Transformers makes of it
 
 
-@marked
 def test_a_template_is_rendered_once_for_all_prompts(monkeypatch):
     rendered, tokenizer = [], chat_tokenizer(CHATML)
     monkeypatch.setattr(
@@ -114,6 +113,7 @@ def test_a_template_is_rendered_once_for_all_prompts(monkeypatch):
     assert "<think>" in marks_of(tokenizer).values() and len(rendered) == 2 * n
 
 
+@marked
 def test_marks_that_a_template_makes_of_its_roles():
     """Added tokens that are not special, and whose strings stand nowhere in the source of the template."""
     model = reader("{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}{{ '<|assistant|>' }}")

@@ -319,11 +319,11 @@ class Explaining:
         self.work.begin("without these parts", 2 * (len(self.prompt) + len(self.response.tokens) * PASS), anew=True)
         gaps: tuple[Positions, ...] = ("kept", "closed")
         with self.runs.step("switched"), self.runs.texts_together():
-            outcomes = dict(zip(gaps, self.runs.without_these([(members, gap) for gap in gaps]), strict=True))
+            self.runs.without_these([(members, gap) for gap in gaps])
         parts = SEPARATOR.join(map(str, members))
         if not any((row["role"], row["parts"]) == ("switched", parts) for row in self.rows):
             for number, gap in itertools.product(range(len(self.claims)), gaps):
-                self.add(number, outcomes[gap], "units", "switched", members, gap=gap)
+                self.add(number, self.runs.without([members], gap)[0], "units", "switched", members, gap=gap)
         return self.found()
 
     @torch.no_grad()

@@ -330,7 +330,7 @@ def test_the_words_agree():
         rest = meaning.removeprefix("".join(words))
         assert begins and not any(word in rest for word in OTHER_WORDS), f"{where}: {name}: {meaning}"
     assert {text: found.count(text) for text in WORDS.values()} == {
-        **{LOSS_CHANGE: 9, LOGIT_CHANGE: 2, KL: 7, EFFECT: 10},
+        **{LOSS_CHANGE: 9, LOGIT_CHANGE: 2, KL: 7, EFFECT: 8},
         OUTPUT_SHARE: 3,
     }
 
@@ -438,7 +438,7 @@ def test_it_tells_how_far_it_is(facts, name, monkeypatch):
 P, T = map(len, GIVEN)
 FLIPPED, CASE = GIVEN[0].flip(0), (*GIVEN, torch.tensor([3, 8]), [(0, 5)])
 PAIRS, ASKED = (torch.stack([GIVEN[0]] * 3), torch.stack([FLIPPED] * 3)), dict(answer=3, rival=11)
-BEHIND, WORDS = dict(method="eap", text=GIVEN[1], confirm=4), dict(answer=[3, 5], rival=11)
+BEHIND, WORDED = dict(method="eap", text=GIVEN[1], confirm=4), dict(answer=[3, 5], rival=11)
 UNITS = TWO_UNITS | dict(answer=3)
 REPEATED = dict(n_sequences=2, n_repeated=10)
 COSTS = [  # arguments behind the model, and how many tokens are embedded; two units, 2 layers of 4 heads; shifted keys
@@ -456,7 +456,7 @@ COSTS = [  # arguments behind the model, and how many tokens are embedded; two u
     ("circuit", PAIRS, ASKED | dict(method="eap"), 3 * P * (2 + 1) + 3 * P),
     ("circuit", PAIRS, ASKED | dict(steps=7, confirm=4), 3 * P * (2 + 7 + 2 + 4) + 3 * P),
     ("circuit", (GIVEN[0], FLIPPED), BEHIND, (P + T) * (1 + 2 + 1 + 2 * (2 + 4) + 3)),
-    ("circuit", (GIVEN[0], FLIPPED), BEHIND | WORDS, (2 * (P + T) + 1) * (2 + 1 + 2 * (2 + 4)) + (P + T + 1) * 3),
+    ("circuit", (GIVEN[0], FLIPPED), BEHIND | WORDED, (2 * (P + T) + 1) * (2 + 1 + 2 * (2 + 4)) + (P + T + 1) * 3),
     ("composition", (), {}, 0),
     ("conversion_error", GIVEN, {}, 4 * (P + T)),
     ("dual_bound", GIVEN[:1], dict(layer=1, head=2, n_steps=5), 5 * P),

@@ -23,7 +23,7 @@ from kvlens.papers.dual import bert_variants, dual_heads, dual_layer, dual_varia
 from kvlens.papers.harness import significance
 from kvlens.papers.harness.learned import Cell, train_cells
 from kvlens.papers.harness.significance import LEVEL, share_above, sides
-from kvlens.papers.iclca import compaction, gpt2_text, softmax_conversion, trainable_bias, weights_to_prompt
+from kvlens.papers.iclca import compaction, gpt2_text, softmax_conversion, stored_bias, trainable_bias, weights_to_prompt
 from kvlens.papers.kvsa import (
     arithmetic,
     hops,
@@ -318,6 +318,23 @@ MEANS = {name: float(draw(np.random.default_rng(0), 10**6).mean()) for name, dra
 IMPROVEMENTS = tuple(number for number, claim in enumerate(dual_variants.CLAIMS.values()) if claim.better)
 """The known difference of `dual_variants_runs` makes every variant worse."""
 
+
+def share_runs(runs):
+    """Shares behind the first token alone and behind a prompt, around the half that they are compared with."""
+    by_length = {n: runs(lead) - MEANS[runs.noise] + stored_bias.HALF for n, lead in ((1, 0), (256, 1))}
+    rows = stacked(runs.table(v, length=n, layer=0).assign(share=v) for n, v in by_length.items())
+    return stored_bias.compare_shares(rows.rename(columns={"seed": "prompt"}))
+
+
+def edit_runs(runs):
+    """Log-odds of four ways that differ by nothing else; of the other facts, reading again and the edit do the same."""
+    leads = {"stored": 0, "rewritten": 0, "edited": 1, "another sentence": -1}
+    rows = [runs.table(v, way=way, changed=True).assign(log_odds=v) for way, lead in leads.items() for v in [runs(lead)]]
+    others = runs()
+    rows += [runs.table(others, way=way, changed=False).assign(log_odds=others) for way in leads]
+    return stored_bias.compare_edits(stacked(rows).rename(columns={"seed": "prompt"}))
+
+
 CASES = [
     Case("induction-depth", depth_runs, difference=4.0, paired=False),
     Case("induction-width", width_runs),
@@ -334,6 +351,8 @@ CASES = [
     Case("softmax-conversion", conversion_runs, n_seeds=8),
     Case("compaction", compaction_runs, n_seeds=8),
     Case("gpt2-text", gpt2_runs, n_seeds=12, exact=1),
+    Case("stored-bias", share_runs, n_seeds=12, paired=False),
+    Case("stored-bias", edit_runs, n_seeds=12, verdicts=(0, 1, 2), paired=False),
     Case("weights-to-prompt", imitation_runs, against=(3,), paired=False),
     Case("dual-variants", dual_variants_runs, n_seeds=8, against=IMPROVEMENTS),
     Case("bert-variants", bert_runs),

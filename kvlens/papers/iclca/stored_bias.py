@@ -48,7 +48,7 @@ HALF = 0.5
 
 
 @experiment(
-    "ICLCA's slides, hypothesized arguments",
+    "ICLCA, slides, hypothesized arguments",
     "How much of attention's output is the bias of a prompt, and can one fact of a stored bias be changed?",
     cost=("seconds", "a minute on one core; with SmolLM2 (--model FILE) about four"),
     model="docs-gpt2",

@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import tokens
-from kvlens.analyses.circuits.faithfulness import SHARES
 from kvlens.analyses.circuits.graph import Graph
+from kvlens.analyses.circuits.mib import SHARES
 from kvlens.analyses.circuits.passes import Pass
 from precision import LAW, relative_error
 from small_models import model_of, shared, sharp
