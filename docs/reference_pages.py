@@ -172,9 +172,9 @@ def _shapes(**options: Any) -> dict[str, str]:
 
 
 def shorten(app: Any, pagename: str, templatename: str, context: dict[str, Any], doctree: Any) -> None:
-    """Leave out the marks of Sphinx around each word of a signature or a name, a quarter of a page."""
+    """Leave out Sphinx' marks around each word of a signature or a name, a quarter of a page, and around each blank."""
     if "body" in context:
-        context["body"] = re.sub(r'<span class="pre">([^<]*)</span>', r"\1", context["body"])
+        context["body"] = re.sub(r'<span class="(?:pre">([^<]*)|w">( *))</span>', r"\1\2", context["body"])
 
 
 def finish(app: Any, error: Exception | None) -> None:
