@@ -305,7 +305,7 @@ class HookedTransformer(HasText, HasWeights):
         shortformer_pos_embed: Float[Tensor, "batch pos d_model"] | None = None,
         attention_mask: Tensor | None = None,
         stop_at_layer: int | None = None,
-        past_kv_cache: TransformerLensKeyValueCache | None = None,
+        past_kv_cache: Any = None,
     ) -> Any:
         """One pass.
 
@@ -319,7 +319,8 @@ class HookedTransformer(HasText, HasWeights):
             shortformer_pos_embed: positions, for a shortformer model with ``start_at_layer``.
             attention_mask: 1 at real tokens. Made as in :meth:`input_to_embed` if not given.
             stop_at_layer: return the stream before this layer; counted from the end if negative.
-            past_kv_cache: what came before; the new keys and values are stored in it unless it is frozen.
+            past_kv_cache: a decode cache, or behind ``start_at_layer`` its entry of each layer; new keys and values are stored
+                in it unless it is frozen.
         """
         if return_type not in RETURNS:
             raise KVLensError(f"forward: return_type must be one of {RETURNS}, got {return_type!r}")
