@@ -36,6 +36,7 @@ if importlib.util.find_spec("kvlens") is None:
 # %%
 import os
 from pathlib import Path
+from textwrap import fill
 
 import pandas as pd
 import torch
@@ -158,3 +159,11 @@ what[["attention", "adds to the logit of S"]].describe().loc[["min", "50%", "max
 #
 # Limits: one model with weights of 4 bits, one template for the choice and one for the measurement, sixteen pairs. The shares are exact sums in one pass; the columns
 # `_run` are interventions, of one head alone.
+#
+# ## Answer
+
+# %%
+attended, added = what["attention"], what["adds to the logit of S"]
+print(fill(f"""Those of the circuit of {n_edges[-1]} edges of {found.n_units("edges"):,}, which keeps {100 * sizes.loc[n_edges[-1], "f, other pairs"]:.0f} % of the metric on pairs that did not choose it; its heads with the largest estimates
+are {", ".join(heads["node"])}. The first, {best["node"]}, is no name mover: in {int(what["S, second mention"].sum())} of {len(what)} prompts it attends to the subject's
+second mention, with {attended.min():.2f} to {attended.max():.2f} of its attention, and lowers the subject's logit there, by {-added.max():.1f} to {-added.min():.1f}.""", 100))
