@@ -281,7 +281,7 @@ def test_a_tied_unembedding_counts_once(kind):
 
 @pytest.mark.parametrize("family", ["qwen3_5", *(pytest.param(x, marks=pytest.mark.slow) for x in ("falcon_h1", "lfm2"))])
 def test_a_section_that_does_not_run_on_the_model_says_why(family, tmp_path):
-    """The dual model is HookedKVTransformer's; direct contributions need heads that write to the residual stream directly."""
+    """The dual model is of layers with attention alone; direct contributions need heads that write to the residual stream."""
     with float64():
         tiny_hf_model(family).save_pretrained(tmp_path)
         tiny_tokenizer().save_pretrained(tmp_path)
@@ -289,7 +289,8 @@ def test_a_section_that_does_not_run_on_the_model_says_why(family, tmp_path):
         found = explain(model, "the cat sat on the mat. the dog sat on the log.", " the dog sat", depth="units")
         html = text_of(model, found, *SECTIONS)
     reasons = re.findall(r"<p class=\"note\">It is not shown for this model. (.*?)</p>", html)
-    assert len(reasons) == 1 + (family != "qwen3_5") and "dual_losses does not run on KVTransformerBridge" in reasons[-1]
+    why = "a layer without attention" if family == "lfm2" else "dual_losses does not run on KVTransformerBridge"
+    assert len(reasons) == 1 + (family != "qwen3_5") and why in reasons[-1]
     assert "exact to rounding" in html and ("3 layers of 4 or 6 heads" in html) == (family == "qwen3_5")
 
 
