@@ -319,10 +319,8 @@ class Runs:
 
     def donor(self, units: Sequence[int]) -> KVBias:
         """The bias of the prompt without units, their gap kept."""
-        rows = counterfactuals(self.model, self.prompt, self.own[list(units)].any(dim=0)[None])
-        known = max((n for n in self._prefixes if n <= int(rows.first_changes())), default=0)
-        self.count(len(self.prompt) - known)
-        return convert_prompt(self.model, rows.after(known), initial=self._prefixes.get(known)).select_prompt(0)
+        ((_, bias),) = self._without([("kept", frozenset(units))])
+        return bias.select_prompt(0)
 
     def exchanged(
         self, exchange: Exchange, sets: Iterable[Iterable[int]], wants_text: Callable[[Outcome], bool] = lambda now: True
@@ -343,8 +341,9 @@ class Runs:
 
     def _lacks_text(self, key: Key, wants_text: Callable[[Outcome], bool]) -> bool:
         """Whether a text is wanted, and neither generated nor waiting."""
-        now, waits = self._found[key], any(key in keys for keys, _ in self._waiting)
-        return now.firm is not None and now.text is None and not waits and wants_text(now)
+        now = self._found[key]
+        lacks = now.firm is not None and now.text is None and wants_text(now)
+        return lacks and not any(key in keys for keys, _ in self._waiting)
 
     def _rows_at_once(self) -> int:
         return max(1, NUMBERS_PER_PASS // max(1, self.bias.num_parameters))

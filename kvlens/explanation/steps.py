@@ -209,7 +209,7 @@ class Explaining:
         read: the prompt.
         is_continuation: whether the response continues a text and is no reply to a chat.
         tell, say: its ``on_progress`` and ``on_found``. An exception that they raise stops a run.
-        hear: called with the response so far, token by token.
+        hear: called with the response so far, token by token; None for nobody, for whom it is not made into text either.
     """
 
     model: KVModel
@@ -219,7 +219,7 @@ class Explaining:
     budget: int | None = None
     tell: Callable[[str, float], None] = lambda what, done: None
     say: Callable[[str], None] = lambda line: None
-    hear: Callable[[str], None] = lambda text: None
+    hear: Callable[[str], None] | None = None
     wanted: str | None = None
     expected: int = 0
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -341,8 +341,8 @@ class Explaining:
         return self.found()
 
     def _said_so_far(self, tokens: list[int]) -> None:
-        text = Response.of(self.model, self.prompt, torch.tensor(tokens, device=self.prompt.device)).text
-        self.hear(text)
+        if self.hear is not None:
+            self.hear(Response.of(self.model, self.prompt, torch.tensor(tokens, device=self.prompt.device)).text)
 
     def _heard(self, without: frozenset[int], now: Outcome) -> None:
         """Say what is known as soon as some units were removed, before the text that is said then is generated."""
