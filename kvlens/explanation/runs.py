@@ -319,8 +319,11 @@ class Runs:
 
     def donor(self, units: Sequence[int]) -> KVBias:
         """The bias of the prompt without units, their gap kept."""
-        ((_, bias),) = self._without([("kept", frozenset(units))])
-        return bias.select_prompt(0)
+        rows = counterfactuals(self.model, self.prompt, self.own[list(units)].any(dim=0)[None])
+        known = max((n for n in self._prefixes if n <= int(rows.first_changes())), default=0)
+        self.count(len(self.prompt) - known)
+        # not as in `_without`, whose biases have no keys at a gap that was not read: an exchange needs as many
+        return convert_prompt(self.model, rows.after(known), initial=self._prefixes.get(known)).select_prompt(0)
 
     def exchanged(
         self, exchange: Exchange, sets: Iterable[Iterable[int]], wants_text: Callable[[Outcome], bool] = lambda now: True
