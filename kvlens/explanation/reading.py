@@ -129,7 +129,7 @@ def reading_layers(
     between = layout.tokens[:0] if text is None else one_sequence(model, "text", text)
     said = answer_tokens(model, "answer", answer)
     text = torch.cat([layout.tokens[-1:], between, said[:-1]])
-    reading = _Reading.without(model, layout.tokens[:-1], gone[:-1], text, said)
+    (reading,) = _Reading.without(model, layout.tokens[:-1], gone[None, :-1], text, said)
     with progress("reading_layers") as tell:
         found = [*reading.layers(), *(reading.heads(tell) if heads else ())]
     return COLUMNS.frame(
@@ -166,10 +166,12 @@ class _Reading:
         self.log_p = self._read(whole.repeat(1))[0]
 
     @classmethod
-    def without(cls, model: KVModel, prompt: Tensor, gone: Bool[Tensor, " pos"], text: Tensor, answer: Tensor) -> "_Reading":
-        """Of a prompt, and of the same without some of its tokens."""
-        other = convert_prompt(model, counterfactuals(model, prompt, gone[None])).select_prompt(0)
-        return cls(model, convert_prompt(model, prompt), other, text, answer)
+    def without(
+        cls, model: KVModel, prompt: Tensor, gone: Bool[Tensor, "row pos"], text: Tensor, answer: Tensor
+    ) -> "list[_Reading]":
+        """Of a prompt, and of the same without the tokens of each row."""
+        whole, others = convert_prompt(model, prompt), convert_prompt(model, counterfactuals(model, prompt, gone))
+        return [cls(model, whole, others.select_prompt(row), text, answer) for row in range(len(gone))]
 
     def _read(self, biases: KVBias) -> Float[Tensor, "row answer_pos d_vocab"]:
         n_rows = biases.batch_size or 1
@@ -284,32 +286,34 @@ def reading_heads(model: KVModel, cases: Sequence[Case], *, seed: Seed = 0) -> p
             others = [] if model.tokenizer is None else cut(model, case.document, "sentence")
             end = len(needle) - (not len(case.question))
             others = [unit for unit in others if not needle[unit.start : unit.stop].any() and unit.stop <= end]
-            other = positions_of([draw.choice(others)], len(needle))[0] if others else None
-            falls = _falls_of_heads(model, case, needle, lambda done, at=number: tell((at + done / 2) / len(read)))  # type: ignore[misc]
-            null = [float("nan")] * len(falls) if other is None else _falls_of_heads(model, case, other, lambda done: None)
-            found.append((falls, null))
-            tell((number + 1) / len(read))
+            without = [needle, *(positions_of([draw.choice(others)], len(needle)) if others else ())]
+            falls = _falls_of_heads(model, case, torch.stack(without), lambda done, at=number: tell((at + done) / len(read)))  # type: ignore[misc]
+            found.append((falls[0], falls[1] if others else [float("nan")] * len(falls[0])))
     scores, null = np.array(found).swapaxes(0, 1)
     return OF_HEADS.frame(of_cases(model, scores, null, seed))
 
 
-def _falls_of_heads(model: KVModel, case: ReadCase, gone: Bool[Tensor, " pos"], tell: OnProgress) -> list[float]:
-    """The answer's fall with each head reading the document without some tokens, by layer."""
+def _falls_of_heads(model: KVModel, case: ReadCase, gone: Bool[Tensor, "row pos"], tell: OnProgress) -> list[list[float]]:
+    """The answer's fall with each head reading the document without some tokens, a row of heads for each row of these."""
     document, text = case.document.tokens, case.question
     if not len(text):
         document, text = document[:-1], document[-1:]
-    if bool(gone[len(document) :].any()):
+    if bool(gone[:, len(document) :].any()):
         raise KVLensError("reading_heads: without a question the document's last token is read with the answer; leave it")
     text = torch.cat([text, case.answer[:-1]])
-    reading = _Reading.without(model, document, gone[: len(document)].to(document.device), text, case.answer)
-    return [each.fall for each in reading.heads(tell, with_groups=False)]
+    readings = _Reading.without(model, document, gone[:, : len(document)].to(document.device), text, case.answer)
+    found = []
+    for at, reading in enumerate(readings):
+        falls = reading.heads(lambda done, at=at: tell((at + done) / len(readings)), with_groups=False)  # type: ignore[misc]
+        found.append([each.fall for each in falls])
+    return found
 
 
 @analysis(
     OF_HEADS,
     "reading heads: how far the answer falls when one head alone reads the document without what the answer rests on",
     of=reading_heads,
-    cost="the document four times; the question and the answer six times, and twice for each head, from its layer on",
+    cost="the document three times; the question and the answer six times, and twice for each head, from its layer on",
     inputs=OF_RECORD,
 )
 def _of_record(model: KVModel, prompt: Any, text: Tensor | None = None, *, answer: Any, without: Any = None) -> pd.DataFrame:
