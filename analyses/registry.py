@@ -65,10 +65,6 @@ HOOKED, SOFTMAX, RECURRENT = "HookedKVTransformer", "KVTransformerBridge, softma
 """The kinds of model that the table tells apart."""
 
 
-def _not_on_the_bridge(reason: str) -> dict[str, str]:
-    return {SOFTMAX: reason, RECURRENT: reason}
-
-
 _NO_STATE = "no layer of the model is recurrent with a state: it keeps every key of a prompt instead"
 _WEIGHTS = (
     "it multiplies the matrices W_Q, W_K, W_V and W_O of heads, and a recurrent layer's queries, keys and values are not "
@@ -79,10 +75,10 @@ _PROJECTIONS = (
     "points for the former, and behind its heads a gate that reads the residual stream"
 )
 _DUAL = "its dual model is that of a whole layer's softmax or linear attention, and a recurrent layer's state is neither"
-_PROBES = "prompts with keys of their own are compared by a text's queries, as HookedKVTransformer's hook points show them"
+_BY_QUERIES = "it reads what queries score; how much of a first prompt a second one leaves in a state is state_erasure"
 
 NOT_ON: Mapping[str, Mapping[str, str]] = {
-    "bias_interactions": _not_on_the_bridge(_PROBES),
+    "bias_interactions": {RECURRENT: _BY_QUERIES},
     "circuit": {RECURRENT: _PROJECTIONS},
     "composition": {RECURRENT: _WEIGHTS},
     "dual_bound": {RECURRENT: _DUAL},

@@ -31,14 +31,16 @@ Source: ICLCA sec. 4 for the bias and its continuation; the decomposition is kvl
 """
 
 from collections.abc import Callable
+from typing import cast
 
 import pandas as pd
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import HookedKVTransformer, KVBias, KVLensError, carry_bias, combine, convert_prompt
+from kvlens import KVBias, KVLensError, KVModel, carry_bias, combine, convert_prompt
 from kvlens.checks import checked
+from kvlens.model import ReadsPrompts
 
 from ..declaration import Columns, analysis, tokens_field
 from ..registry import on_its_front_ends
@@ -81,11 +83,11 @@ COLUMNS = Columns(
 @on_its_front_ends
 @checked
 @torch.no_grad()
-def bias_interactions(model: HookedKVTransformer, prompt: KVBias | PromptTokens, second_prompt: SecondTokens) -> pd.DataFrame:
+def bias_interactions(model: KVModel, prompt: KVBias | PromptTokens, second_prompt: SecondTokens) -> pd.DataFrame:
     """Compare two prompts per head: the similarity of their biases, what remains of the first, and the error of adding them.
 
     Args:
-        model: linear or softmax, nothing attached.
+        model: linear or softmax, nothing attached; of either front end.
         prompt: the first prompt: a string, or tokens [pos] with BOS if the model uses one; or its bias.
         second_prompt: the continuation: a string, or tokens [pos] without BOS.
 
@@ -106,12 +108,12 @@ def bias_interactions(model: HookedKVTransformer, prompt: KVBias | PromptTokens,
     both, alone = convert_prompt(model, then, initial=one), convert_prompt(model, then)
     carried_one = carry_bias(model, one, len(then))
     aligned = convert_prompt(model, then, initial=0.0 * one)  # keeps the shift state and the offset
-    linear = model.cfg.attention == "linear"
-    numbers = _numbers_stored if linear else _numbers_read(model, _queries_of(model, one, then), both)
+    numbers = _numbers_stored if one.kind is None else _numbers_read(model, _queries_of(model, one, then), both)
     (first, first_d), (second, second_d), (whole, whole_d) = (numbers(b) for b in (one, alone, both))
     carried, carried_d = numbers(carried_one)
     first, second, carried, whole = (x.flatten(2) for x in (first, second, carried, whole))
-    layer, head = heads = heads_of_model(model)
+    layer, head = heads_of_model(model)
+    heads = torch.searchsorted(torch.tensor(both.attention_layers), layer), head
     columns = {
         "b_kv_cosine": (first * second).sum(dim=-1) / (first.norm(dim=-1) * second.norm(dim=-1)),
         "b_d_cosine": (first_d * second_d).sum(dim=-1) / (first_d.norm(dim=-1) * second_d.norm(dim=-1)),
@@ -130,7 +132,7 @@ def _numbers_stored(bias: KVBias) -> tuple[Tensor, Tensor]:
     return bias.stacked("b_kv").double().cpu(), bias.stacked("b_d").double().cpu()
 
 
-def _numbers_read(model: HookedKVTransformer, queries: _Queries, whole: KVBias) -> _Numbers:
+def _numbers_read(model: KVModel, queries: _Queries, whole: KVBias) -> _Numbers:
     """What ``queries`` read from a bias, over the normalizer of ``whole``; NaN where signed weights make that negative."""
     _, d, log_scale = _reads(model, whole, queries)
     log_n = d.log() + log_scale
@@ -144,30 +146,25 @@ def _numbers_read(model: HookedKVTransformer, queries: _Queries, whole: KVBias) 
     return numbers
 
 
-def _queries_of(model: HookedKVTransformer, bias: KVBias, text: Int[Tensor, " pos"]) -> _Queries:
+def _queries_of(model: KVModel, bias: KVBias, text: Int[Tensor, " pos"]) -> _Queries:
     """The queries of ``text`` after the prompt of ``bias``."""
-    kept = "hook_q"
-    if model.cfg.positional_embedding_type == "rotary":
-        kept = "hook_rot_q"
-    elif model.cfg.kv_shift is not None and model.cfg.kv_shift.queries:
-        kept = "hook_q_shifted"
-    names = [f"blocks.{layer}.attn.{kept}" for layer in range(model.cfg.n_layers)]
     with model.kv_bias(bias):
-        _, cache = model.run_with_cache(text[None], names_filter=names)
-    return [cache[name][0].double().cpu() for name in names]
+        read = cast(ReadsPrompts, model).read_queries(text[None])
+    return [layer.q[0].double().cpu() for layer in read]
 
 
 def _reads(
-    model: HookedKVTransformer, bias: KVBias, queries: _Queries
+    model: KVModel, bias: KVBias, queries: _Queries
 ) -> tuple[Float[Tensor, "layer head row d_head"], Float[Tensor, "layer head row"], Float[Tensor, "layer head row"]]:
     """What each query reads from ``bias``, as if its text followed it, with the model's own scoring: its parts of b_KV and b_D,
     and the logarithm of a factor of both, whose product may overflow."""
     bias = bias.per_query_head().to("cpu").to(torch.float64)
     layers = []
-    for layer, (block, part) in enumerate(zip(model.blocks, bias.attention, strict=True)):
-        rule, q = block.attn.score_rule(), queries[layer][None]
-        phi = part.features.read(q, rule, torch.arange(q.shape[1])[None], part.log_scale, part.b_kv, part.b_d)
+    rules = [part.score_rule() for layer in model.layers() for part in layer.parts if hasattr(part, "score_rule")]
+    for q, rule, keys in zip(queries, rules, bias.attention, strict=True):
+        q = q[None]
+        phi = keys.features.read(q, rule, torch.arange(q.shape[1])[None], keys.log_scale, keys.b_kv, keys.b_d)
         features = phi.features[0].transpose(0, 1)  # [head, row, d_phi]
-        layers.append((features @ part.b_kv[0], (features @ part.b_d[0, ..., None])[..., 0], phi.log_scale[0].T))
+        layers.append((features @ keys.b_kv[0], (features @ keys.b_d[0, ..., None])[..., 0], phi.log_scale[0].T))
     kv, d, log_scale = map(stack_layers, zip(*layers, strict=True))
     return kv, d, log_scale

@@ -31,6 +31,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "activation_patching": (PROMPT, PROMPT.flip(0), TEXT),
     "baseline_ablation": (PROMPT, TEXT, [[(1, 0)]]),
     "bias_ablation": (PROMPT, TEXT, [[(1, 0)]]),
+    "bias_interactions": (PROMPT, TEXT),
     "bias_singular_values": (PROMPT,),
     "circuit": (PROMPT, some_tokens(9, seed=3)),
     "composition": (),
@@ -64,6 +65,7 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
 }
 """With the first of these an analysis runs on every model, with all of them on both front ends."""
 OF_HEADS = (
+    "bias_interactions",
     "composition",
     "dual_losses",
     "head_details",
