@@ -259,7 +259,8 @@ class Explaining:
                 f"budget: removing each of the {search.n_first} units once reads up to {least:,} tokens, and "
                 f"{self.budget:,} are allowed; give more, or larger units (by: paragraph)"
             )
-        later = (search.n_first + 3) * n // 2 + self._rows_of_layers * 2 * MORE_TOKENS
+        of_layers = 0 if self.depth == "units" else self._rows_of_layers
+        later = (search.n_first + 3) * n // 2 + of_layers * 2 * MORE_TOKENS
         self.work.begin("the model answers", n + MOST_TOKENS * PASS / 2, later)
         tokens = self.runs.answer(MOST_TOKENS, self._said_so_far) if answer is None else answer
         response = self.response = Response.of(self.model, self.prompt, tokens)
@@ -272,7 +273,7 @@ class Explaining:
                 "precision, try float32"
             )
         longest = len(tokens) + MORE_TOKENS
-        self.work.begin("removing units", search.cost(), later=self._rows_of_layers * longest)
+        self.work.begin("removing units", search.cost(), later=of_layers * longest)
         with self.runs.step("units"):
             self.nothing = search.begin()
             for number in range(len(self.claims)):
@@ -363,8 +364,8 @@ class Explaining:
 
     @property
     def _rows_of_layers(self) -> int:
-        """How many sets of layers are exchanged, about."""
-        return {"units": 0, "ranges": 2 * MOST_LAYERS}.get(self.depth, self.runs.bias.n_layers + 2 * MOST_LAYERS)
+        """How many sets of layers are exchanged for a claim, about."""
+        return 2 * MOST_LAYERS + (0 if self.depth in ("units", "ranges") else self.runs.bias.n_layers)
 
     def _cost_of_layers(self) -> int:
         return len(self.prompt) + self._rows_of_layers * (len(self.response.tokens) + MORE_TOKENS)

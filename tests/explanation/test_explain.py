@@ -78,6 +78,15 @@ def test_statements_on_units_are_passes_without_them(model, found):
         assert row.p_after == pytest.approx(row.p_before * math.exp(-row.nats), rel=1e-6)
 
 
+def test_gaps_that_are_not_read_change_nothing_that_is_found(model, found, monkeypatch):
+    """Larger models skip what is gone from a prompt; the prompt that layers are exchanged with needs its keys all the same."""
+    monkeypatch.setattr("kvlens.conversion.recomputed.FIXED_COST", 1)
+    again = kvlens.explain(model, STORY, QUESTION, depth="heads")
+    numbers = ["nats", "p_before", "p_after"]
+    pd.testing.assert_frame_equal(again.statements.drop(columns=numbers), found.statements.drop(columns=numbers))
+    np.testing.assert_allclose(again.statements[numbers], found.statements[numbers], atol=1e-3)
+
+
 def test_what_heads_is_what_the_question_asks_for():
     """By a pass for each claim right behind the question, and behind all of it that can go; not by what falls most."""
     model = kvlens.load("facts-gpt2")
