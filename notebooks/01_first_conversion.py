@@ -137,7 +137,7 @@ top
 # ## Hook it
 #
 # In every forward pass the bias goes through `hook_b_kv` and `hook_b_d`, where you can scale, patch or ablate it. (In a softmax model its keys go
-# through `hook_b_keys`; to put another prompt's bias into a head, patch all three.) Here we set the whole bias of the top head to zero,
+# through `hook_b_keys`; to put another prompt's bias into a head, patch all three, and with a KV shift the last rows, `hook_last_k`, `hook_last_v` and `hook_last_q`, too.) Here we set the whole bias of the top head to zero,
 # including BOS. The table has the same number as `zero_kl`, a mean over the tokens.
 
 # %%

@@ -36,6 +36,7 @@ import itertools
 import math
 import os
 from pathlib import Path
+from textwrap import fill
 
 import matplotlib.pyplot as plt
 import pandas as pd
@@ -286,3 +287,12 @@ by_question.loc["value", "the document's"].groupby("kind").median()[[22, 23, 24,
 # the second sentence, single words as answers, and their beginnings are given. The layer reads all of the exchanged prompt, not just the fact. And it does not
 # act alone: no single layer lost the answer above, 22 and 23 together did, and 23 and 29 alone were enough for it. What SmolLM2 and Qwen2.5-Coder read in
 # other tasks, with intervals, is in `tests/benchmarks/results/reading.md`: SmolLM2 in layers 18 and 23, Qwen in several, most often 16.
+#
+# ## Answer
+
+# %%
+without = alone.set_index("parts").loc[str(found.cause[0]), "says"]
+together = runs.loc[(runs["about"] == "layers") & (runs["role"] == "breaking"), "parts"].iloc[0].replace("+", " and ")
+print(fill(f"""{found.units["name"][found.cause[0]]} led to "{found.response}"; without it the model says "{without}" Layer {reader} reads it most: hidden from this layer alone it
+costs {one:.1f} of the {all_layers:.1f} nats of log-odds that it costs hidden from all, and no layer alone loses the answer: {together} together do. In {int(summary["strongest"].sum())} of {len(summary)} cases of
+other questions the same layer is the strongest of {model.cfg.n_layers}.""", 100))

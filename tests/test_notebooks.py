@@ -72,8 +72,7 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
 def test_notebook_asks_shows_and_asserts(path):
     text = path.read_text(encoding="utf-8")
     assert re.search(r"^# \*[^*]+\?\*|\*[^*]+\?\*", text, flags=re.M), "a notebook begins with a question"
-    if path.name != REAL[0]:  # whose text ends with what was found
-        assert re.findall(r"^# (#+ .*)", text, flags=re.M)[-1] == "## Answer", "a notebook ends with its answer"
+    assert re.findall(r"^# (#+ .*)", text, flags=re.M)[-1] == "## Answer", "a notebook ends with its answer"
     assert text.count("\nassert ") + text.count("    assert ") >= 3
     assert "def forward" not in text  # no logic of its own
     assert not re.search(r"^# [!%](?!%)", text, flags=re.M), "Jupyter alone runs this line"

@@ -2,7 +2,8 @@
 
     s_ij = sum_ab q_ia . k_jb / c        z_i = sum_j p_ij sum_b v_jb
 
-with the query, the keys and the values of each writer (:mod:`kvlens.analyses.heads.writers`). A soft cap is held, like norms,
+with the query, the keys and the values of each writer (:mod:`kvlens.analyses.heads.writers`). A key or value is named by its
+position; with a KV shift it mixes those of the tokens before it, and so do its writers' parts. A soft cap is held, like norms,
 as the factor by which it multiplies the score of this query and key. ALiBi adds a number to the score that nobody wrote: its
 row is ``distance``; so does the weight of a bias's key, ``key weights``, and to the contrast an attention sink, ``sink``.
 

@@ -12,6 +12,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 import torch
 from einops import rearrange
@@ -47,6 +48,7 @@ from .repeated_text import (
     roles,
     shifted_projections,
 )
+from .retrieval import N_SPLITS, of_cases
 from .rows import visit_rows
 from .verdicts import MATCHES, WORTH_ASKING, contrasts
 
@@ -59,14 +61,16 @@ from .verdicts import MATCHES, WORTH_ASKING, contrasts
 def measured_heads(
     model: KVModel, repeated: RepeatedTokens
 ) -> tuple[PatternScores, Float[Tensor, "layer head"], list[ShiftTaps]]:
-    """Scores, attributions and shift coefficients (:class:`HeadsFound`), means over the text's sequences.
+    """Scores, attributions (means over the text's sequences) and shift coefficients (:class:`HeadsFound`).
 
     As many sequences are read at a time as memory allows.
     """
     parts = repeated.split(max(1, NUMBERS_PER_PASS // _numbers_per_sequence(model, repeated)))
     scores, attributions, taps = zip(*(_measure_part(model, part) for part in parts), strict=True)
     shares = [len(part.tokens) / len(repeated.tokens) for part in parts]
-    mean = PatternScores(*(_weighted(shares, tensors) for tensors in zip(*scores, strict=True)))
+    of_parts = dict(zip(PatternScores._fields, zip(*scores, strict=True), strict=True))
+    every = torch.cat(of_parts.pop("by_sequence"), dim=-1)
+    mean = PatternScores(by_sequence=every, **{name: _weighted(shares, tensors) for name, tensors in of_parts.items()})
     return mean, _weighted(shares, attributions), taps[0]
 
 
@@ -176,6 +180,14 @@ COLUMNS = Columns(
     ),
     score=("float64", "mean attention to it"),
     score_value=("float64", "the same of the value-side pattern A (beta_1 I + beta_2 Shift): what is read"),
+    score_low=("float64", "the 95 % interval of score_value (bootstrap over sequences); NaN for a single sequence"),
+    score_high=("float64", ""),
+    null=("float64", "score_value where the first copy has other tokens: of a head that goes by position alone the same"),
+    stability=(
+        "float64",
+        "of the kind's list of heads: rank correlation (Spearman's) of score_value from two halves of the sequences, mean over "
+        f"{N_SPLITS} splits; NaN for a single sequence",
+    ),
     score_key=("float64", "the same of the key-side pattern A (alpha_1 I + alpha_2 Shift): whose keys drew the attention"),
     contrast=(
         "float64",
@@ -268,11 +280,24 @@ def induction_heads(
             "kind": list(PATTERNS) * len(heads[0]),
             "score": rearrange(scores.raw, by_head)[heads],
             "score_value": rearrange(scores.value_side, by_head)[heads],
+            **_over_sequences(model, found, seed),
             "score_key": rearrange(scores.key_side, by_head)[heads],
             "contrast": torch.stack(contrast, dim=-1)[heads],
             "loss_change": rearrange(found.swap_changes, "kind layer head -> layer head kind")[heads],
         }
     )
+
+
+def _over_sequences(model: KVModel, found: "HeadsFound", seed: int) -> dict[str, np.ndarray]:
+    """Interval, null and stability of the value-side score, in the order of the table's rows."""
+    heads = heads_of_model(model)
+
+    def of_kind(scores: PatternScores, kind: int) -> np.ndarray:
+        return scores.by_sequence[:, kind][heads].T.double().cpu().numpy()
+
+    kinds = [of_cases(model, of_kind(found.scores, i), of_kind(found.control, i), seed) for i in range(len(PATTERNS))]
+    names, n = ("score_low", "score_high", "null", "stability"), len(heads[0])
+    return {name: np.stack([np.broadcast_to(of[name], n) for of in kinds], axis=1).ravel() for name in names}
 
 
 class HeadsFound(NamedTuple):

@@ -224,19 +224,25 @@ NEAR = 2
 class PatternScores(NamedTuple):
     """Scores of heads, of one layer or of all, ordered as :data:`PATTERNS`, and statistics by position for the verdict.
 
+    The raw and the key-side score are means over sequences, the value-side one is of each (``by_sequence``).
     The statistics are of the value-side pattern E, means over sequences: E at the lag of each kind and its square (0 for a
     query whose lag reaches before the text), the sums of \\|E\\| and of E^2 over all keys, and, for the queries of the second
     copy, \\|E\\| on the positions of the first copy that are more than :data:`NEAR` away from the token's own.
     """
 
     raw: Float[Tensor, "*layer kind head"]
-    value_side: Float[Tensor, "*layer kind head"]
+    by_sequence: Float[Tensor, "*layer kind head batch"]
     key_side: Float[Tensor, "*layer kind head"]
     read: Float[Tensor, "*layer kind head pos"]
     squares: Float[Tensor, "*layer kind head pos"]
     all_read: Float[Tensor, "*layer head pos"]
     all_squares: Float[Tensor, "*layer head pos"]
     elsewhere: Float[Tensor, "*layer head position"]
+
+    @property
+    def value_side(self) -> Float[Tensor, "*layer kind head"]:
+        """The mean over sequences."""
+        return self.by_sequence.mean(dim=-1)
 
 
 def lags_and_queries(repeated: RepeatedTokens) -> dict[str, tuple[int, int]]:
@@ -264,12 +270,12 @@ def pattern_scores(pattern: Float[Tensor, "batch head query key"], repeated: Rep
         value = at_lag(effective, lag)
         at = torch.stack([at_lag(pattern, lag - s).mean(dim=0).to(taps.k.dtype) for s in range(taps.k.shape[1])])
         of_head = value.mean(dim=0)
-        means = [x[:, first:].mean(dim=1) for x in (at[0], of_head, torch.einsum("shq,hs->hq", at, taps.k))]
-        rows.append((*means, of_head, value.square().mean(dim=0)))
+        raw, key_side = (x[:, first:].mean(dim=1) for x in (at[0], torch.einsum("shq,hs->hq", at, taps.k)))
+        rows.append((raw, value[..., first:].mean(dim=-1).T, key_side, of_head, value.square().mean(dim=0)))
     all_read, all_squares = (x.sum(dim=-1).mean(dim=0) for x in (effective.abs(), effective.square()))
-    raw, value_side, key_side, read, squares = (torch.stack(column) for column in zip(*rows, strict=True))
+    raw, by_sequence, key_side, read, squares = (torch.stack(column) for column in zip(*rows, strict=True))
     elsewhere = _elsewhere(effective, repeated)
-    return PatternScores(raw, value_side, key_side, read, squares, all_read, all_squares, elsewhere)
+    return PatternScores(raw, by_sequence, key_side, read, squares, all_read, all_squares, elsewhere)
 
 
 def value_side_pattern(

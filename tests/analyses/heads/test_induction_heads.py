@@ -6,6 +6,7 @@ Scores of the weights: the formulas as printed give them, of any model; Transfor
 
 import math
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -24,6 +25,7 @@ from kvlens.analyses.heads import ablation, induction, naming
 from kvlens.analyses.heads.ablation import resampling_ablation
 from kvlens.analyses.heads.head_pairs import COLUMNS as PAIRS
 from kvlens.analyses.heads.repeated_text import PATTERNS, ShiftTaps, displacement, draw_piece, repeat_tokens, roles
+from kvlens.analyses.heads.retrieval import agreement_of_halves, bootstrapped
 from small_models import sharp
 from transformer_lens.head_detector import detect_head
 
@@ -76,6 +78,19 @@ def test_each_shifted_head_has_the_role_that_it_was_given_and_reads_what_its_rol
     assert delayed["prefix_matching_score_value"] == pytest.approx(0, abs=1e-12)
     assert plain["duplicate_token_score_value"] == pytest.approx(0.5, abs=1e-12)
     assert frame["k_composition_layer"].isna().all() and frame["k_composition_score"].isna().all()
+
+
+def test_intervals_and_stability_are_over_sequences_and_the_null_has_another_first_copy():
+    model, rows = sharp("softmax, shifted"), piece(4)
+    table, alone = induction_heads(model, rows), [induction_heads(model, row) for row in rows]
+    values = np.stack([each["score_value"] for each in alone])
+    np.testing.assert_allclose(table["score_value"], values.mean(axis=0), rtol=1e-11)
+    np.testing.assert_allclose(table[["score_low", "score_high"]].T, bootstrapped(values, 0), rtol=1e-11)
+    for _, of_kind in table.groupby("kind"):
+        assert of_kind["stability"].tolist() == pytest.approx([agreement_of_halves(values[:, of_kind.index], 0)] * len(of_kind))
+    assert alone[0][["score_low", "score_high", "stability"]].isna().all(axis=None)
+    matching = only(induction_heads(shifted_heads(), n_sequences=3, n_repeated=N), head=0, kind="prefix_matching")
+    assert matching["null"] < 0.5 < matching["score_low"]
 
 
 def test_the_two_layer_circuit_is_found_with_its_k_composition():
