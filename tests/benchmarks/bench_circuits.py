@@ -43,6 +43,7 @@ AT_ONCE = 10
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """As in ``kvlens.analyses.circuits``, which the other interpreter cannot import."""
 DRAWS = 2000
+BY_QUERY_HEAD = "eap_ig_by_query_head"
 
 
 class Pair(NamedTuple):
@@ -257,7 +258,7 @@ class Run:
 
         from kvlens.analyses import Circuit
 
-        graph = Graph(self.model, by_query_head=method == "circuitkit")
+        graph = Graph(self.model, by_query_head=method in ("circuitkit", BY_QUERY_HEAD))
         nothing = torch.full(graph.edges.shape, torch.nan, dtype=torch.float64)
         by_position = torch.zeros(len(graph.writers), 0, dtype=torch.float64)
         return Circuit(self.model, [], graph, self._scores(method, graph), nothing, by_position, graph.edges)
@@ -276,6 +277,8 @@ class Run:
         return torch.load(path)
 
     def _estimates(self, method: str) -> torch.Tensor:
+        if method == BY_QUERY_HEAD:
+            return estimated(self.model, self.choose, "eap_ig", by_query_head=True).estimates
         if not method.startswith("confirmed"):
             return estimated(self.model, self.choose, method).estimates
         n, n_pairs = (int(number) for number in method.removeprefix("confirmed").split("of"))
@@ -443,7 +446,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["ioi"])
     parser.add_argument("--pairs", type=int, default=100, help="that choose, and as many that measure")
-    parser.add_argument("--methods", nargs="+", default=["eap_ig", "eap", "random0"], help="also confirmedNofPAIRS, circuitkit")
+    parser.add_argument("--methods", nargs="+", default=["eap_ig", "eap", "random0"], help=f"also {BY_QUERY_HEAD}, confirmedNofPAIRS, circuitkit")
     parser.add_argument("--by", nargs="+", choices=["edges", "nodes"], default=["edges", "nodes"])
     parser.add_argument("--orders", nargs="+", choices=["signed", "absolute"], default=["signed", "absolute"])
     parser.add_argument("--python", help="an interpreter that has CircuitKIT")
