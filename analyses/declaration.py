@@ -109,12 +109,7 @@ class Columns(Mapping[str, Column]):
 
         Args:
             values: one entry per column, in any order: a tensor of any shape (flattened), a sequence, or one value for all.
-
-        Raises:
-            TypeError: the columns are not those declared, which is a bug in the analysis.
         """
-        if set(values) != set(self):
-            raise TypeError(f"expected the columns {list(self)}, got {list(values)}")
         flat = {name: _flat(values[name]) for name in self}
         n_rows = next((len(x) for x in flat.values() if not _is_one_value(x)), 1)
         return pd.DataFrame(
@@ -313,9 +308,6 @@ class Analysis:
         options: argument -> `Option`; its default is that of the argument.
         check_model: raises KVLensError, before any prompt is run, for a model that lacks what the analysis needs.
         cost: how often it reads prompt and text.
-
-    Raises:
-        TypeError: the function does not take an input or option, or an option has no default.
     """
 
     name: str
@@ -326,15 +318,6 @@ class Analysis:
     options: Mapping[str, Option] = field(default_factory=dict)
     check_model: Callable[[Any], None] = _takes_any
     cost: str = ""
-
-    def __post_init__(self) -> None:
-        parameters = inspect.signature(self.function).parameters
-        for argument in (*self.inputs, *self.options):
-            if argument not in parameters:
-                raise TypeError(f"{self.name}: {self.function.__name__} takes no argument {argument!r}")
-        for option in self.options:
-            if parameters[option].default is inspect.Parameter.empty:
-                raise TypeError(f"{self.name}: the argument {option!r} needs a default to be an option")
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -388,9 +371,6 @@ def analysis(
         columns, summary, options, check_model, cost: as in `Analysis`; the docstring says what it costs, too.
         of: the function of notebooks, where that of batches has other arguments: it gives the name.
         inputs: arguments other than ``prompt``, ``text``, ``answer`` and ``rival``, or other `Field`s for these.
-
-    Raises:
-        TypeError: as `Analysis`.
     """
 
     def declare(function: Function) -> Function:

@@ -30,7 +30,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from kvlens import KVBias, KVLensError, KVModel, KVTransformerBridge
+from kvlens import KVBias, KVModel, KVTransformerBridge
 from kvlens.checks import checked
 from kvlens.texts import next_token_texts, token_texts
 from kvlens.units import begins_with_bos
@@ -71,18 +71,6 @@ class Reading(NamedTuple):
 
 Readings = Mapping[str, Reading]
 """The readings of a text by condition."""
-
-
-def check_readings(readings: Readings, conditions: Sequence[str], n_positions: int, *, residuals: bool = False) -> None:
-    """Raise KVLensError unless ``readings`` are those of ``n_positions`` text tokens in ``conditions``."""
-    for condition in conditions:
-        reading = readings.get(condition)
-        if not isinstance(reading, Reading) or len(reading.logits) != n_positions:
-            came = "none" if reading is None else type(reading).__name__
-            came = f"one of {len(reading.logits)}" if isinstance(reading, Reading) else came
-            raise KVLensError(f"readings: expected a Reading of {n_positions} positions for {condition!r}, got {came}")
-        if residuals and reading.residuals is None:
-            raise KVLensError(f"readings: that of {condition!r} was read without residuals=True")
 
 
 @torch.no_grad()
@@ -193,7 +181,6 @@ def prompt_effect(
     prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
     if readings is None:
         readings = read_text(model, prompt, text, bias=bias, baseline=baseline_sequence(model, prompt, baseline))
-    check_readings(readings, CONDITIONS, len(text))
     logits = {condition: readings[condition].logits for condition in CONDITIONS}
     tokens = token_texts(model, text)
     reference = log_probabilities(logits["with_prompt"])
@@ -276,7 +263,6 @@ def conversion_error(
     prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
     if readings is None:
         readings = read_text(model, prompt, text, bias=bias, conditions=("with_prompt", "converted"))
-    check_readings(readings, ("with_prompt", "converted"), len(text))
     old, new = readings["with_prompt"].logits, readings["converted"].logits
     difference, old64 = new.double() - old.double(), old.double()
     squared_error, squared_norm = difference.square().sum(dim=-1), old64.square().sum(dim=-1)
@@ -350,7 +336,6 @@ def prompt_by_depth(
     if readings is None:
         conditions = ("with_prompt", "without_prompt")
         readings = read_text(model, prompt, text, baseline=baseline, conditions=conditions, residuals=True)
-    check_readings(readings, ("with_prompt", "without_prompt"), len(text), residuals=True)
     streams = [readings[condition].residuals for condition in ("with_prompt", "without_prompt")]
     tokens, n_depths = token_texts(model, text), model.cfg.n_layers + 1
     losses: dict[str, list[Tensor]] = {"with": [], "without": []}

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import kvlens
 from kvlens import KVLensError
-from kvlens.errors import nearest
+from kvlens.errors import check_known
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -48,14 +48,9 @@ def locate(name: str) -> tuple[str, str]:
     Raises:
         KVLensError: no such analysis (the nearest name is proposed).
     """
-    if name not in ANALYSES and ":" not in name:
-        raise KVLensError(
-            f"no analysis is called {name!r}; there are {', '.join(ANALYSES)}, and your own as "
-            f"my_package.my_module:my_function{nearest(name, ANALYSES)}"
-        )
+    if ":" not in name:
+        check_known("no analysis (your own is given as my_package.my_module:my_function)", name, ANALYSES)
     module, _, attribute = (f"{ANALYSES[name]}:{name}" if name in ANALYSES else name).partition(":")
-    if not all(part.isidentifier() for part in (*module.split("."), attribute)):
-        raise KVLensError(f"analysis: expected MODULE:FUNCTION, such as my_package.my_module:my_function, got {name!r}")
     return module, attribute
 
 

@@ -43,14 +43,18 @@ def bias_of(model: KVModel, prompt: Int[Tensor, " pos"], bias: KVBias | None) ->
 
 
 def one_bias(what: str, bias: KVBias) -> KVBias:
-    """Return ``bias``; raise KVLensError that names ``what`` for a batch of biases, or anything but a bias."""
-    if not isinstance(bias, KVBias):
-        raise KVLensError(f"{what}: expected a KVBias, got {type(bias).__name__}; convert_prompt(model, prompt) makes one")
+    """Return ``bias``; raise KVLensError that names ``what`` for a batch of biases."""
     if bias.batch_size is not None:
         raise KVLensError(
             f"{what}: expected the bias of one prompt, got a batch of {bias.batch_size}; bias.select_prompt(i) picks one"
         )
     return bias
+
+
+def check_detached(what: str, model: KVModel) -> None:
+    """Raise KVLensError where a bias is attached, which every pass of the analysis would read."""
+    if model.attached_kv_bias is not None:
+        raise KVLensError(f"{what}: a bias is attached to this model; detach it first (model.detach_kv_bias())")
 
 
 def converted(model: KVModel, what: str, prompt: Any) -> KVBias:

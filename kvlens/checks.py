@@ -24,10 +24,10 @@ import inspect
 import sys
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
-from kvlens.errors import KVLensError, brief, nearest
+from kvlens.errors import KVLensError, brief, check_known, nearest
 
 Reader = Callable[[Any], Any]
 UNFIT = object()
@@ -263,6 +263,7 @@ def misfit(tensors: Sequence[tuple[str, Any, Any]]) -> str:
     return f"expected {', '.join(expected)}; got {', '.join(came)}"
 
 
+T = TypeVar("T")
 Checked = TypeVar("Checked", bound=Callable[..., Any])
 
 
@@ -291,6 +292,12 @@ def checked(function: Checked) -> Checked:
         return _held(function)  # type: ignore[return-value]
     function.__init__ = _held(function.__init__)  # type: ignore[misc]
     return function
+
+
+def from_fields(kind: type[T], values: Mapping[str, Any]) -> T:
+    """Build a settings class from its fields by name; an unknown name raises an error that suggests the nearest one."""
+    check_known(f"{kind.__name__}: no field", values, [field.name for field in fields(kind)])  # type: ignore[arg-type]
+    return kind(**values)
 
 
 def doors(name: str) -> None:

@@ -12,6 +12,8 @@ BETWEEN = ("kvlens.", "transformer_lens.", "torch.", "contextlib.", "tqdm.", "ja
 
 MOST_SAID = 500
 """Characters of another library's message that are passed on: some quote whole files."""
+MOST_LISTED = 64
+"""Names that a message lists, of those that there are."""
 
 
 class KVLensError(ValueError):
@@ -31,6 +33,15 @@ def nearest(name: object, options: Iterable[str]) -> str:
 def nearest_name(name: object, options: Iterable[str], likeness: float = 0.5) -> str | None:
     """The option closest to ``name``; None if none is as close as ``likeness``: 1 is equal, 0.8 is a typing error."""
     return next(iter(difflib.get_close_matches(str(name), list(options), n=1, cutoff=likeness)), None)
+
+
+def check_known(what: str, given: str | Iterable[str], names: Iterable[str]) -> None:
+    """Raise KVLensError for the first name of ``given`` that is none of ``names``; ``what`` is such as "train: no setting"."""
+    names = list(names)
+    for name in [given] if isinstance(given, str) else given:
+        if name not in names:
+            listed = f"; there are {', '.join(names) or 'none'}" if len(names) <= MOST_LISTED else ""
+            raise KVLensError(f"{what} is called {name!r}{nearest(name, names)}{listed}")
 
 
 def warn(message: str) -> None:

@@ -25,6 +25,7 @@ from tiny_text_model import PROMPT, TEXT, tiny_text_model
 
 import kvlens
 from kvlens import HookedKVTransformer, KVBias, KVLensError, KVTransformerBridge, convert_prompt, load
+from kvlens.checks import from_fields
 from kvlens.files import (
     check_writable,
     checksum,
@@ -182,7 +183,7 @@ def test_a_checkpoint(tmp_path):
     path = tmp_path / "run" / "checkpoint.safetensors"
     run(folder=path.parent)
     task = tiny_task()
-    taken_up = Run(tiny_model(), task, loss_of(task), TrainSettings.of(SETTINGS))
+    taken_up = Run(tiny_model(), task, loss_of(task), from_fields(TrainSettings, SETTINGS))
     store = CheckpointFolder(path.parent, taken_up)
 
     def resumed():

@@ -89,7 +89,7 @@ MISTAKES = {
     ),
     "a misspelt field of the configuration": (
         lambda: HookedKVTransformer.from_hooked_transformer(linear(), n_layer=2),
-        "config: unknown field 'n_layer'; did you mean 'n_layers'?",
+        "config: no field is called 'n_layer'; did you mean 'n_layers'?",
     ),
     "a misspelt value of the configuration": (
         lambda: configured(attention="linaer"),
@@ -107,7 +107,7 @@ MISTAKES = {
     ),
     "a misspelt option of a method": (
         lambda: convert_prompt(softmax(), PROMPT, method="landmark", n_feature=3),
-        "convert_prompt: method=\"landmark\" has no option 'n_feature'; did you mean 'n_features'?",
+        "convert_prompt: with method=\"landmark\" no argument is called 'n_feature'; did you mean 'n_features'?",
     ),
     "no number of keys": (
         lambda: convert_prompt(softmax(), PROMPT, method="landmark"),
@@ -173,7 +173,7 @@ COMMANDS = {
     "kvlens explain --prompt a": "--text is missing: give both a prompt and a text",
     "kvlens explain --prompt a --text b --model docs-liner": "did you mean 'docs-linear'?",
     "kvlens explain --prompt-file nowhere --text b": "--prompt-file: cannot read nowhere: No such file or directory",
-    "kvlens train induction --out m --set stepz=3": "unknown setting 'stepz'; did you mean 'steps'?",
+    "kvlens train induction --out m --set stepz=3": "no field is called 'stepz'; did you mean 'steps'?",
 }
 
 

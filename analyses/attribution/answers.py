@@ -93,11 +93,7 @@ class Question:
         read_text = one_sequence(model, "text", text)
         if answer is None:
             answer = int(text_logits(model, layout.tokens, read_text)[-1].argmax())
-        tokens = answer_tokens(model, "answer", answer)
-        other = None if rival is None else answer_tokens(model, "rival", rival)
-        if other is not None and torch.equal(tokens, other):
-            raise KVLensError("rival: it is the answer itself; name another one, or none")
-        return cls(model, layout, read_text, tokens, other, positions, Account())
+        return cls(model, layout, read_text, *answer_and_rival(model, answer, rival), positions, Account())
 
     @property
     def prompt(self) -> Int[Tensor, " prompt_pos"]:
@@ -175,6 +171,17 @@ class Question:
 def _log_p(logits: Float[Tensor, "row n_last d_vocab"], tokens: Int[Tensor, " n_last"]) -> Float[Tensor, "row n_last"]:
     log_p = logits.double().log_softmax(dim=-1).cpu()
     return log_p.gather(-1, tokens.cpu()[None, :, None].expand(len(log_p), -1, -1))[..., 0]
+
+
+def answer_and_rival(
+    model: KVModel, answer: Any, rival: Any, n: int | None = None
+) -> tuple[Int[Tensor, " answer_pos"], Int[Tensor, " rival_pos"] | None]:
+    """The tokens of both, or their first ``n``; KVLensError where they are the same: their difference would be zero."""
+    own = answer_tokens(model, "answer", answer)[:n]
+    other = None if rival is None else answer_tokens(model, "rival", rival)[:n]
+    if other is not None and torch.equal(own, other):
+        raise KVLensError(f"rival: it is the answer itself{', as far as it is read' if n else ''}; name another one, or none")
+    return own, other
 
 
 def answer_tokens(model: KVModel, what: str, given: Any) -> Int[Tensor, " answer_pos"]:

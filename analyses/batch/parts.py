@@ -176,10 +176,7 @@ class Parts:
         Raises:
             KVLensError: the disk is full, or the folder has gone.
         """
-        try:
-            write_file(self._path(result), lambda file: self._write(file, result))
-        except KVLensError as error:
-            raise KVLensError(f"{error}; finished prompts are kept") from error
+        write_file(self._path(result), lambda file: self._write(file, result))
         self.done[result.model, result.prompt] = replace(result, rows=None)
 
     @property

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvlens import Chat, KVLensError
 from kvlens.errors import nearest_name
-from kvlens.files import each_once
+from kvlens.files import each_once, reading_file
 
 from ..declaration import Record
 from .work import check_prompts
@@ -79,14 +79,11 @@ def read_records(path: Path, text: str | None = None) -> Iterator[Record | BadLi
         KVLensError: there is no such file, it cannot be read, or it is one JSON document of anything but messages.
     """
     path = check_prompts(path)
-    try:
-        entries = _folder(path) if path.is_dir() else _lines(path)
-        for entry in entries:
+    with reading_file("prompts", path):
+        for entry in _folder(path) if path.is_dir() else _lines(path):
             if isinstance(entry, Record) and entry.text is None and text is not None:
                 entry = replace(entry, text=text)
             yield entry
-    except OSError as error:
-        raise KVLensError(f"prompts: cannot read {path}: {error.strerror or error}") from error
 
 
 def survey(path: Path, text: str | None = None, fields: Collection[str] = ()) -> Survey:

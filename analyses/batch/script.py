@@ -25,7 +25,6 @@ from .work import (
     ENGINES,
     Resources,
     Work,
-    check_model_name,
     load_analysis,
 )
 
@@ -88,8 +87,6 @@ def analyse(argv: Sequence[str], prog: str = "kvlens analyse") -> int:
     if name in ("-h", "--help"):
         print(f"usage: {prog} [NAME PROMPTS --model MODEL --out FILE [options]]\n\n{wrap(_help(prog), terminal_width())}")
         return 0
-    if name.startswith("-"):
-        raise KVLensError(f"expected the name of an analysis, got {name!r}; `{prog}` lists them")
     locate(name)  # reports a misspelt name at once
     return run_analysis(name, rest, prog=f"{prog} {name}")
 
@@ -138,8 +135,6 @@ def run_analysis(name: str, argv: Sequence[str], prog: str) -> int:
     except SystemExit:  # --help
         return 0
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    for model in args.model:
-        check_model_name(model)
     work = Work(
         name,
         models=tuple(args.model),

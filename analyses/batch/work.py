@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from kvlens import KVLensError, zoo
+from kvlens import KVLensError
 from kvlens.arguments import path_of
 from kvlens.checks import Count, Within, checked, ensure, one_of
-from kvlens.errors import nearest
-from kvlens.files import check_writable, reason
+from kvlens.errors import check_known
+from kvlens.files import check_writable, reading_file
 
 from ..registry import locate
 
@@ -92,8 +92,6 @@ def load_analysis(name: str, folder: str | None = None) -> "Analysis":
     """
     path, attribute = locate(name)
     if folder is not None and folder not in sys.path:
-        if not path_of("folder", folder).is_dir():  # it would remain in Python's path
-            raise KVLensError(f"folder: {folder!r} is not a folder; give the one with the module of the analysis")
         sys.path.insert(0, folder)
     try:
         module = importlib.import_module(path)
@@ -103,13 +101,9 @@ def load_analysis(name: str, folder: str | None = None) -> "Analysis":
         raise KVLensError(
             f"analysis: there is no module {path!r} here; run the command in the folder that holds it, or install it"
         ) from error
-    analysis = _declared(getattr(module, attribute, None))
-    if analysis is None:
-        held = [found for found, value in vars(module).items() if _declared(value) is not None]
-        there = f"it has {', '.join(held)}" if held else "it has none"
-        what = f"{attribute!r} of {path!r} is no function with the decorator kvlens.analyses.analysis"
-        raise KVLensError(f"analysis: {what}; {there}{nearest(attribute, held)}")
-    return analysis
+    held = {name: found for name, value in vars(module).items() if (found := _declared(value)) is not None}
+    check_known(f"analysis: in {path!r} no function with the decorator kvlens.analyses.analysis", attribute, held)
+    return held[attribute]
 
 
 def _declared(value: Any) -> "Analysis | None":
@@ -140,22 +134,16 @@ def check_work(work: Work) -> "Analysis":
     """Check ``work`` and return its analysis.
 
     Raises:
-        KVLensError: an unknown analysis or option, an option of another type, no model, a model given twice, or an
-            invalid dtype.
+        KVLensError: an unknown analysis or option, an option of another type, a model given twice, or an invalid dtype.
     """
     analysis = load_analysis(work.analysis, work.folder)
-    for name in work.options:
-        if name not in analysis.options:
-            listed = f"it has {', '.join(analysis.options)}" if analysis.options else "it has none"
-            raise KVLensError(f"{analysis.name} has no option {name!r}; {listed}{nearest(name, analysis.options)}")
+    check_known(f"{analysis.name}: no option", work.options, analysis.options)
     analysis.read_options(work.options)
     if work.dtype is not None:
         ensure("dtype", one_of(DTYPE_NAMES), work.dtype)
     for number, name in enumerate(work.models):
         if name in work.models[:number]:
             raise KVLensError(f"the model {name!r} is given twice")
-    if not work.models:
-        raise KVLensError("no model is given; name at least one")
     return analysis
 
 
@@ -166,10 +154,8 @@ def check_prompts(prompts: str | Path) -> Path:
         KVLensError: not a path, or nothing is there.
     """
     path = path_of("prompts", prompts)
-    try:
+    with reading_file("prompts", path):
         path.stat()
-    except OSError as error:
-        raise KVLensError(f"prompts: cannot read {path}: {reason(error)}") from error
     if not path.is_dir() and not path.is_file():
         raise KVLensError(
             f"prompts: {path} is a pipe or a device, which can be read only once; a batch reads its prompts twice, and again "
@@ -183,12 +169,3 @@ def check_table_path(out: Path) -> None:
     if out.suffix != ".parquet":
         raise KVLensError(f"out: expected a file that ends in .parquet, got {str(out)!r}")
     check_writable(out)
-
-
-def check_model_name(name: str) -> None:
-    """Raise KVLensError unless ``name`` may be a shipped model, a folder, a GGUF file, or a Hugging Face name."""
-    source = zoo.source_of(name)
-    if isinstance(source, Path) and not source.is_dir() and source.suffix != ".gguf":
-        raise KVLensError(
-            f"--model: {name!r} is a file; give a shipped model ({', '.join(zoo.names())}), a folder, or a .gguf file"
-        )

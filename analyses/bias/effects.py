@@ -88,8 +88,6 @@ COLUMNS = Columns(
 
 
 def _read_references(model: KVModel, prompts: Any) -> KVBias:
-    if not isinstance(prompts, list) or not prompts:
-        raise KVLensError(f"references: expected a list of other prompts, got {prompts!r}")
     if all(isinstance(prompt, str) for prompt in prompts) and model.tokenizer is not None:
         return convert_prompt(model, prompts)
     bos = model.prepends_bos
@@ -199,8 +197,6 @@ def _parts_of(bias: KVBias) -> Sequence[Ablated]:
 def _ablations(
     bias: KVBias, by: str, methods: Sequence[str], parts: Sequence[str], references: KVBias | None
 ) -> list[Ablation]:
-    if set(parts) - {"bias"} and not has_shift_state(bias):
-        raise KVLensError("bias_effects: this model has no KV shift, so its prompts have no shift state; use parts=['bias']")
     if set(methods) & {"mean", "resample"}:
         _check_references(bias, references)
     n_references = 0 if references is None else references.n_rows
@@ -377,15 +373,6 @@ def _removed(
 
 def _heads_taken(exchange: HeadExchange, removals: Sequence[RemovedHeads]) -> Bool[Tensor, "removal part"]:
     """True at the heads that each removal takes."""
-    for row, removal in enumerate(removals):
-        for layer, head in removal:
-            if ExchangedPart(layer, head) not in exchange.number:
-                n_layers = exchange.own.n_layers
-                heads = sorted({exchange.own.n_heads_of(layer) for layer in range(n_layers)})
-                raise KVLensError(
-                    f"bias_ablation: removal {row} names layer {layer}, head {head}; there are {n_layers} layers "
-                    f"of {' or '.join(map(str, heads))} heads, counted from 0"
-                )
     return exchange.rows([[exchange.number[ExchangedPart(*pair)] for pair in removal] for removal in removals])
 
 

@@ -38,14 +38,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens import KVBias, KVLensError, KVModel, carry_bias, combine, convert_prompt
+from kvlens import KVBias, KVModel, carry_bias, combine, convert_prompt
 from kvlens.checks import checked
 from kvlens.model import ReadsPrompts
 
 from ..declaration import Columns, analysis, tokens_field
 from ..registry import on_its_front_ends
 from ..segments import heads_of_model, stack_layers
-from ..sequences import PromptTokens, converted, one_sequence
+from ..sequences import PromptTokens, check_detached, converted, one_sequence
 
 _Queries = list[Float[Tensor, "row _ _"]]
 """The queries of a text as a model scores them (shifted, after RoPE), layer by layer, of each head."""
@@ -100,10 +100,7 @@ def bias_interactions(model: KVModel, prompt: KVBias | PromptTokens, second_prom
         KVLensError: an attached bias, which both sums would include twice; tokens that are empty, misshapen or outside the
             vocabulary.
     """
-    if model.attached_kv_bias is not None:
-        raise KVLensError(
-            "bias_interactions: a bias is attached, and every prompt would be converted on top of it; detach it first"
-        )
+    check_detached("bias_interactions", model)
     one, then = converted(model, "prompt", prompt), one_sequence(model, "second_prompt", second_prompt)
     both, alone = convert_prompt(model, then, initial=one), convert_prompt(model, then)
     carried_one = carry_bias(model, one, len(then))

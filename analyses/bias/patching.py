@@ -44,7 +44,7 @@ from torch import Tensor
 
 from kvlens import KVBias, KVLensError, KVModel
 from kvlens.checks import checked
-from kvlens.errors import brief
+from kvlens.errors import check_known
 from kvlens.model import head_hooks
 
 from ..attribution.answers import Answer, Rival
@@ -153,13 +153,9 @@ def available_points(model: KVModel, bias: KVBias) -> list[str]:
 def patches_of(model: KVModel, bias: KVBias, points: Sequence[str]) -> list[Patch]:
     """All patches of ``points``: every head, every layer (head -1), everything (layer -1, head -1), in this order."""
     patches = list[Patch]()
+    here = [name for name in POINTS if _has(model, bias, name)]
+    check_known("activation_patching: no point of this model", points, here)
     for name in points:
-        if not _has(model, bias, name):
-            linear = model.cfg.attention == "linear"
-            raise KVLensError(
-                f"activation_patching: this model has no {name!r}: it has {', '.join(available_points(model, bias))} "
-                f"({f'normalizer {model.cfg.normalizer!r}' if linear else 'softmax attention'}, kv_shift {model.cfg.kv_shift})"
-            )
         n_heads = {layer: n for layer in range(bias.n_layers) if (n := _n_heads(bias, name, layer)) is not None}
         patches += [(name, layer, head) for layer, n in n_heads.items() for head in range(n)]
         patches += [*((name, layer, ALL) for layer in n_heads), (name, ALL, ALL)]
@@ -420,10 +416,6 @@ def _keep(into: dict[Any, Tensor], key: Any, x: Tensor, hook: Any) -> None:
 
 def _values(metric: Metric, logits: Tensor) -> list[float]:
     values = metric(logits)
-    if not isinstance(values, Tensor) or tuple(values.shape) != logits.shape[:1]:
-        raise KVLensError(
-            f"metric: expected one number per row, [{logits.shape[0]}], from logits {list(logits.shape)}, got {brief(values)}"
-        )
     return values.double().tolist()
 
 

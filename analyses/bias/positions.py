@@ -31,7 +31,6 @@ from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, KVModel
 from kvlens.checks import checked, ensure, one_of
-from kvlens.errors import brief
 from kvlens.memory import BLOCK_NUMBERS
 from kvlens.model import heads_per_layer, output_weights
 from kvlens.texts import next_token_texts, token_texts
@@ -44,7 +43,7 @@ from ..logit_attribution import (
     logit_targets,
 )
 from ..predictions import OUTPUT_SHARE
-from ..readings import CONDITIONS, Readings, check_readings, read_text
+from ..readings import Readings, read_text
 from ..segments import OnProgress, PromptColumns, part_of, progress, zeros_by_head
 from ..sequences import PromptTokens, TextTokens, one_sequence, prompt_sequence, prompt_text_bias
 from .decomposition import share_probes
@@ -345,12 +344,6 @@ class LinkedShares:
     without_zero: Collection[str] = ()
     block: int = 1
 
-    def __post_init__(self):
-        n_layers, n_heads, _ = self.by_prompt.shape
-        for name, numbers in self.colorings.items():
-            if not isinstance(numbers, Tensor) or tuple(numbers.shape) != (n_layers, n_heads):
-                raise KVLensError(f"LinkedShares: coloring {name!r} must be [{n_layers}, {n_heads}], got {brief(numbers)}")
-
 
 @checked
 @torch.no_grad()
@@ -391,7 +384,6 @@ def linked_shares(
     with progress("linked_shares") as tell:
         visit_shares(model, prompt, text, add, on_progress=tell)
     readings = read_text(model, prompt, text, bias=bias) if readings is None else readings
-    check_readings(readings, CONDITIONS, len(text))
     return LinkedShares(
         prompt=token_texts(model, prompt),
         text=token_texts(model, text),

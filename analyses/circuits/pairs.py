@@ -13,7 +13,7 @@ from kvlens.errors import brief
 from kvlens.memory import NUMBERS_PER_PASS
 from kvlens.units import By, cut, positions_of
 
-from ..attribution.answers import answer_tokens
+from ..attribution.answers import answer_and_rival
 from ..sequences import prompt_sequence
 from .graph import Graph
 
@@ -103,7 +103,7 @@ def read_pairs(
             lengths = sorted({len(case.clean) for case in cases})
             raise KVLensError(f"metric: a function takes prompts of one length, got {lengths}; pass answer= and rival=")
         return [_pairs(cases, metric, None)]
-    answers, rivals = (_for_each(*of, len(cases), many) for of in (("answer", answer), ("rival", rival)))
+    answers, rivals = (_for_each(of, len(cases), many) for of in (answer, rival))
     asked = [_asked(model, *each) for each in zip(cases, answers, rivals, strict=True)]
     numbers = (2 * len(graph.writers) + 2 * len(graph.readers)) * model.cfg.d_model
     return _batches(asked, 2 * NUMBERS_PER_PASS // numbers)
@@ -112,12 +112,12 @@ def read_pairs(
 def _cases(model: KVModel, prompt: Any, corrupted: Any, text: Any, without: Any) -> tuple[list[_Case], bool]:
     """All pairs, and whether several were given, if only by their form."""
     listed, many = _listed(prompt)
-    clean = _prompts(model, "prompt", listed)
-    others = clean if corrupted is None else _prompts(model, "corrupted", _listed(corrupted)[0])
+    clean = [prompt_sequence(model, "prompt", one) for one in listed]
+    others = clean if corrupted is None else [prompt_sequence(model, "corrupted", one) for one in _listed(corrupted)[0]]
     _check_lengths(clean, others)
     hidden = [None] * len(clean) if without is None else [_hidden(model, *each) for each in _each(listed, clean, without)]
     one_for_all = not many or (isinstance(text, Tensor) and text.dim() == 1)
-    each_text = _for_each("text", text, len(clean), not one_for_all)
+    each_text = _for_each(text, len(clean), not one_for_all)
     texts = [None if one is None else one_sequence(model, "text", one) for one in each_text]
     return [_case(*each) for each in zip(clean, others, hidden, texts, strict=True)], many
 
@@ -131,15 +131,7 @@ def _listed(given: Any) -> tuple[list[Any], bool]:
     return (list(given), True) if many else ([given], False)
 
 
-def _prompts(model: KVModel, name: str, listed: Sequence[Any]) -> list[Int[Tensor, " pos"]]:
-    if not listed:
-        raise KVLensError(f"{name}: expected at least one prompt, got none")
-    return [prompt_sequence(model, name, prompt) for prompt in listed]
-
-
 def _check_lengths(clean: Sequence[Tensor], others: Sequence[Tensor]) -> None:
-    if len(clean) != len(others):
-        raise KVLensError(f"corrupted: expected a prompt for each of {len(clean)} clean ones, got {len(others)}")
     for number, (tokens, other) in enumerate(zip(clean, others, strict=True)):
         if len(tokens) != len(other):
             raise KVLensError(
@@ -151,8 +143,6 @@ def _check_lengths(clean: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 def _each(listed: Sequence[Any], clean: Sequence[Tensor], without: Any) -> list[tuple[Any, Tensor, By]]:
     """Every prompt as it was given and as tokens, and what it is without: the same for all, or one list for each."""
     own = all(isinstance(one, list) for one in without)
-    if own and len(without) != len(clean):
-        raise KVLensError(f"without: expected one list for all prompts, or one for each of {len(clean)}, got {len(without)}")
     return list(zip(listed, clean, without if own else [without] * len(clean), strict=True))
 
 
@@ -177,13 +167,11 @@ def _case(
     return _Case(clean, corrupted, hidden, None if text is None else n, None, None)
 
 
-def _for_each(name: str, given: Any, n: int, many: bool) -> list[Any]:
+def _for_each(given: Any, n: int, many: bool) -> list[Any]:
     """One value for all pairs, which of several prompts is a word, a token or None, or one for each."""
     one_word = given is None or isinstance(given, str | int) or (isinstance(given, Tensor) and given.dim() == 0)
     if one_word or not many:
         return [given] * n
-    if len(given) != n:
-        raise KVLensError(f"{name}: expected one for all pairs, or one for each of {n}, got {len(given)}")
     return list(given)
 
 
@@ -193,12 +181,8 @@ def _asked(model: KVModel, case: _Case, answer: Any, rival: Any) -> _Case:
     if answer is None:
         answer = model.logits_on(case.clean[None], 1)[0, -1].argmax()
 
-    def tokens(name: str, x: Any) -> Int[Tensor, " _"]:
-        return answer_tokens(model, name, x[None] if isinstance(x, Tensor) and not x.dim() else x)
-
-    own, other = tokens("answer", answer), None if rival is None else tokens("rival", rival)
-    if other is not None and torch.equal(own, other):
-        raise KVLensError("rival: it is the answer itself; name another one, or none")
+    own, other = (x[None] if isinstance(x, Tensor) and not x.dim() else x for x in (answer, rival))
+    own, other = answer_and_rival(model, own, other)
     return case._replace(answer=own, rival=other)
 
 

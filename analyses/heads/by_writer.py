@@ -28,9 +28,9 @@ from kvlens.checks import Within, checked
 from kvlens.model import head_hooks
 from kvlens.texts import token_texts
 
-from ..attribution.answers import Answer, Rival
+from ..attribution.answers import Answer, Rival, answer_and_rival
 from ..declaration import Columns, Option, analysis, tokens_field
-from ..logit_attribution import LogitTarget, predicted_tokens, residual_directions
+from ..logit_attribution import LogitTarget, residual_directions
 from ..sequences import PromptTokens, TextTokens
 from .writers import NO_VECTOR, SINK, HeadByWriter, Scored, TokenOfText, head_by_writer, position_of, reading
 
@@ -295,10 +295,7 @@ def what_is_copied(
 
 def _target(model: KVModel, read: HeadByWriter, answer: Answer, rival: Rival) -> LogitTarget:
     """The first token of the answer, less that of the rival, of logits [row, 1, d_vocab]."""
-    token = predicted_tokens(model, "answer", answer)[:1]
-    other = None if rival is None else predicted_tokens(model, "rival", rival)[:1]
-    if other is not None and torch.equal(token, other):
-        raise KVLensError("rival: it begins with the answer's first token, which is all that this position predicts")
+    token, other = answer_and_rival(model, answer, rival, 1)
     return LogitTarget(read.tokens, torch.zeros_like(token), token, other)
 
 

@@ -70,19 +70,13 @@ def repeat_tokens(model: KVModel, piece: Int[Tensor, "batch piece"], prepend_bos
             ``default_prepend_bos``, no bias attached).
 
     Raises:
-        KVLensError: fewer than two tokens, ids outside the vocabulary, a text longer than the model's context, no BOS.
+        KVLensError: fewer than two tokens, ids outside the vocabulary, no BOS.
     """
     n_repeated = piece.shape[1]
     if n_repeated < 2:
         raise KVLensError(f"induction_heads: expected at least 2 tokens to repeat, got {n_repeated}: nothing follows one alone")
     model.check_tokens(piece)
     bos = _bos(model, prepend_bos)
-    n_positions = len(bos) + 2 * n_repeated
-    if model.cfg.has_position_limit and n_positions > model.cfg.n_ctx:
-        raise KVLensError(
-            f"induction_heads: {n_repeated} tokens, twice, take {n_positions} positions and n_ctx is {model.cfg.n_ctx}: "
-            f"repeat at most {(model.cfg.n_ctx - len(bos)) // 2}"
-        )
     piece = piece.to(model.cfg.device)
     front = torch.tensor(bos, dtype=piece.dtype, device=piece.device).expand(len(piece), -1)
     return RepeatedTokens(torch.cat([front, piece, piece], dim=1), n_repeated)

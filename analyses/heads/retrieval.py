@@ -29,7 +29,6 @@ from torch import Tensor
 from kvlens import KVLensError, KVModel
 from kvlens.chat import prompt_layout
 from kvlens.checks import Seed, checked
-from kvlens.errors import brief
 from kvlens.texts import joined, token_texts
 from kvlens.units import Layout, Unit, always_there, cut, positions_of
 
@@ -96,16 +95,12 @@ def read_cases(model: KVModel, name: str, cases: Sequence[Case]) -> list[ReadCas
     """The cases of an analysis called ``name``.
 
     Raises:
-        KVLensError: no cases, something else than three or four entries, or no needle.
+        KVLensError: no needle.
     """
-    if not len(cases):
-        raise KVLensError(f"{name}: expected cases, each (document, question, answer), got {brief(cases)}")
     return [_read(model, f"{name}: case {number}", case) for number, case in enumerate(cases)]
 
 
 def _read(model: KVModel, what: str, case: Case) -> ReadCase:
-    if isinstance(case, str) or len(case) not in (3, 4):
-        raise KVLensError(f"{what}: expected (document, question, answer) or these and the needle, got {brief(case)}")
     document, question, given, *needle = case
     layout, answer = prompt_layout(model, document), answer_tokens(model, f"{what}: answer", given)
     asked = layout.tokens[:0] if question is None else one_sequence(model, f"{what}: question", question)

@@ -37,7 +37,16 @@ from kvlens.texts import token_texts
 from ..bias.decomposition import bias_outputs, share_by_size
 from ..bias.positions import output_shares
 from ..segments import Found, Looks, OnProgress, PromptColumns, progress, rows_at, stack_layers, zeros_by_head
-from ..sequences import PromptTokens, TextTokens, bias_of, one_bias, one_sequence, prompt_sequence, prompt_text_bias
+from ..sequences import (
+    PromptTokens,
+    TextTokens,
+    bias_of,
+    check_detached,
+    one_bias,
+    one_sequence,
+    prompt_sequence,
+    prompt_text_bias,
+)
 
 VisitRows = Callable[[int, int, Float[Tensor, "head query pos"]], None]
 """Called with a layer, the position of the first key, and the pattern from all queries to these keys, float32."""
@@ -192,8 +201,7 @@ def attention_under_bias(
     Raises:
         KVLensError: a bias without keys, which has no columns, as with linear attention; one that is not of this prompt.
     """
-    if model.attached_kv_bias is not None:
-        raise KVLensError("attention_under_bias: a bias is attached to this model; detach it first (model.detach_kv_bias())")
+    check_detached("attention_under_bias", model)
     text = one_sequence(model, "text", text)
     tokens = None if isinstance(prompt, KVBias) else prompt_sequence(model, "prompt", prompt)
     bias = one_bias("prompt", prompt) if tokens is None else bias_of(model, tokens, bias)  # type: ignore[arg-type]
@@ -239,11 +247,9 @@ def _pattern_under_bias(model: KVModel, tokens: Int[Tensor, " pos"], layer: int)
 
 def _weights(bias: KVBias, layer: int) -> tuple[Any, Float[Tensor, "1 head key"], Float[Tensor, "1 kv_head"], int]:
     """The keys of a layer, b_D, its logarithmic scale, and which of the layers with attention it is."""
-    part = bias.layers[layer].attention if layer < bias.n_layers else None
+    part = bias.layers[layer].attention
     if not isinstance(part, Keys):
         has = "a recurrent state" if part is None else "sums of features"
-        if layer >= bias.n_layers:
-            raise KVLensError(f"attention_under_bias: layer {layer}: this model has layers 0 to {bias.n_layers - 1}")
         raise KVLensError(
             f"attention_under_bias: layer {layer}: the bias holds {has} there and no keys, so its tokens have no columns; "
             "head_details(model, prompt, text).pattern has the attention of a pass over prompt and text"
@@ -321,8 +327,7 @@ def head_details(
     Raises:
         KVLensError: an attached bias, an empty prompt or text.
     """
-    if model.attached_kv_bias is not None:
-        raise KVLensError("head_details: a bias is attached to this model; detach it first (model.detach_kv_bias())")
+    check_detached("head_details", model)
     prompt, text, bias = prompt_text_bias(model, prompt, text, bias)
     n_prompt, n_text = len(prompt), len(text)
     everything = torch.cat([prompt, text])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformer_lens.utilities import SUPPORTED_ACTIVATIONS
 
-from kvlens.errors import KVLensError, nearest
+from kvlens.errors import KVLensError, check_known
 
 NORMALIZATIONS = (None, "LN", "LNPre", "RMS", "RMSPre")
 INIT_MODES = ("gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "muP")
@@ -253,17 +253,10 @@ class HookedTransformerConfig:
     def _check(self) -> None:
         if self.use_local_attn and (self.window_size is None or self.attn_types is None):
             raise KVLensError("use_local_attn needs window_size, and attn_types with 'local' or 'global' for every layer")
-        if self.rotary_dim not in (None, self.d_head) and self.rotary_dim > min(self.d_head_by_layer or (self.rotary_dim,)):
-            raise KVLensError(f"rotary_dim={self.rotary_dim} exceeds a layer's d_head: {self.d_head_by_layer}")
-        if not self.attn_only and self.act_fn not in SUPPORTED_ACTIVATIONS:
-            known = ", ".join(SUPPORTED_ACTIVATIONS)
-            raise KVLensError(f"act_fn: {self.act_fn!r} is none of {known}{nearest(self.act_fn, SUPPORTED_ACTIVATIONS)}")
-        if (self.num_experts is None) != (self.experts_per_token is None):
-            raise KVLensError("num_experts and experts_per_token belong together: give both or neither")
+        if not self.attn_only:
+            check_known("act_fn: no activation", str(self.act_fn), SUPPORTED_ACTIVATIONS)
         if self.num_experts and not 0 < int(self.experts_per_token or 0) <= self.num_experts:
             raise KVLensError(f"experts_per_token must lie in 1..{self.num_experts}, got {self.experts_per_token}")
-        if self.n_devices > 1 and torch.cuda.device_count() < self.n_devices:
-            raise KVLensError(f"n_devices={self.n_devices}, but {torch.cuda.device_count()} GPUs are available")
 
     @classmethod
     def unwrap(cls, config: Any) -> Any:

@@ -28,8 +28,9 @@ from kvlens.base.config import HookedTransformerConfig
 from kvlens.base.layers import MLP, Embed, GatedMLP, MoE, Norm, PosEmbed, Unembed, final_norm
 from kvlens.base.text import HasText
 from kvlens.base.weights import HasWeights
+from kvlens.checks import ensure, one_of
 from kvlens.dtypes import dtype_of, is_dtype
-from kvlens.errors import KVLensError, brief
+from kvlens.errors import KVLensError, check_known
 
 
 class TransformerBlock(nn.Module):
@@ -180,13 +181,11 @@ class HookedTransformer(HasText, HasWeights):
     def __init__(self, cfg: Any, tokenizer: Any = None, move_to_device: bool = True, default_padding_side: str | None = None):
         HookedRootModule.__init__(self)
         self.cfg = cfg = HookedTransformerConfig.unwrap(cfg)
-        self._check(cfg)
+        check_known("positional_embedding_type: none", cfg.positional_embedding_type, self.positions)
         self.tokenizer, self.dataset = None, None
         tokenizer = tokenizer if tokenizer is not None or cfg.tokenizer_name is None else self.tokenizer_by_name(cfg)
         if tokenizer is not None:
             self.set_tokenizer(tokenizer, default_padding_side=default_padding_side)
-        if cfg.d_vocab == -1:
-            raise KVLensError("d_vocab: give the number of tokens, or a tokenizer")
         self.embed, self.hook_embed = Embed(cfg), HookPoint()
         pos_embed = self.build_pos_embed()
         if pos_embed is not None:
@@ -202,14 +201,6 @@ class HookedTransformer(HasText, HasWeights):
         if move_to_device:
             self.move_model_modules_to_device()
         self.setup()
-
-    def _check(self, cfg: Any) -> None:
-        if cfg.positional_embedding_type not in self.positions:
-            raise KVLensError(
-                f"positional_embedding_type: expected one of {', '.join(self.positions)}, got {cfg.positional_embedding_type!r}"
-            )
-        if cfg.load_in_4bit:
-            raise KVLensError("load_in_4bit: weights of 4 bits run in transformers' own model: see kvlens.KVTransformerBridge")
 
     def build_pos_embed(self) -> nn.Module | None:
         """What embeds positions; None where nothing is added to the stream."""
@@ -279,10 +270,6 @@ class HookedTransformer(HasText, HasWeights):
         if attention_mask is None and (is_left or past_kv_cache is not None):
             attention_mask = self.mask_of(tokens, prepend_bos, padding_side)
         if attention_mask is not None:
-            if attention_mask.shape != tokens.shape:
-                raise KVLensError(
-                    f"attention_mask: expected a value per token, {list(tokens.shape)}, got {list(attention_mask.shape)}"
-                )
             attention_mask = attention_mask.to(tokens.device)
             if past_kv_cache is not None:
                 attention_mask = past_kv_cache.append_attention_mask(attention_mask)
@@ -322,15 +309,12 @@ class HookedTransformer(HasText, HasWeights):
             past_kv_cache: a decode cache, or behind ``start_at_layer`` its entry of each layer; new keys and values are stored
                 in it unless it is frozen.
         """
-        if return_type not in RETURNS:
-            raise KVLensError(f"forward: return_type must be one of {RETURNS}, got {return_type!r}")
+        ensure("forward: return_type", one_of(RETURNS), return_type)
         if start_at_layer is None:
             read = self.input_to_embed(input, prepend_bos, padding_side, attention_mask, past_kv_cache)
             residual, tokens, shortformer_pos_embed, attention_mask = read
-        elif isinstance(input, Tensor):
-            residual = input
         else:
-            raise KVLensError(f"forward: start_at_layer needs the stream [batch, pos, d_model], got {brief(input)}")
+            residual = input
         for layer in range(self.cfg.n_layers)[start_at_layer:stop_at_layer]:
             device = self.device_of_layer(layer)
             residual = self.blocks[layer](
@@ -348,8 +332,6 @@ class HookedTransformer(HasText, HasWeights):
         logits = apply_softcap(self.unembed(residual), self.cfg.output_logits_soft_cap)
         if return_type == "logits":
             return logits
-        if tokens is None:
-            raise KVLensError("forward: a loss needs the tokens: with start_at_layer, pass tokens=")
         loss = self.loss_fn(logits, tokens, attention_mask, per_token=loss_per_token)
         return loss if return_type == "loss" else Output(logits, loss)
 

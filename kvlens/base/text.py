@@ -6,7 +6,7 @@ meanwhile. A text is continued by one loop, token by token, for strings, tokens 
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from transformer_lens.utilities.tokenize_utils import (
 )
 from transformers import AutoTokenizer
 
+from kvlens.arguments import check_tokenizer
+from kvlens.checks import ensure
 from kvlens.errors import KVLensError, brief
 from kvlens.tokenizer import KEEP_THEIR_BOS
 
@@ -110,7 +112,8 @@ class HasText(HookedRootModule):
             move_to_device: to the model's.
             truncate: cut at ``n_ctx``.
         """
-        tokenizer = self._tokenizer("to_tokens")
+        check_tokenizer("to_tokens", self)
+        tokenizer = self.tokenizer
         wanted, automatic = self.prepends(prepend_bos), self.cfg.tokenizer_prepends_bos
         if wanted:
             input = without_own_bos(tokenizer, input)  # noqa: A001
@@ -125,7 +128,8 @@ class HasText(HookedRootModule):
     def to_string(self, tokens: Any) -> str | list[str]:
         """The text of tokens [pos], or one text per row of [batch, pos]; lists and arrays too."""
         tokens = tokens if isinstance(tokens, Tensor) else torch.as_tensor(np.asarray(tokens))
-        tokenizer = self._tokenizer("to_string")
+        check_tokenizer("to_string", self)
+        tokenizer = self.tokenizer
         decode = tokenizer.batch_decode if tokens.dim() == 2 else tokenizer.decode
         return decode(tokens, clean_up_tokenization_spaces=False)
 
@@ -139,11 +143,9 @@ class HasText(HookedRootModule):
         if isinstance(input, list):
             return [self.to_str_tokens(one, prepend_bos, padding_side) for one in input]
         tokens = self.to_tokens(input, prepend_bos, padding_side)[0] if isinstance(input, str) else torch.as_tensor(input)
-        tokens = tokens.squeeze()
-        if tokens.dim() > 1:
-            raise KVLensError(f"to_str_tokens: expected tokens [pos] or [1, pos], got shape {list(tokens.shape)}")
         one_by_one = [[int(token)] for token in tokens.reshape(-1)]
-        return self._tokenizer("to_str_tokens").batch_decode(one_by_one, clean_up_tokenization_spaces=False)
+        check_tokenizer("to_str_tokens", self)
+        return self.tokenizer.batch_decode(one_by_one, clean_up_tokenization_spaces=False)
 
     def to_single_token(self, string: str) -> int:
         """The id of a string that is one token; raises KVLensError if it is several."""
@@ -168,8 +170,7 @@ class HasText(HookedRootModule):
 
         ``mode`` is "first" or "last", if it occurs several times. Raises KVLensError if it does not occur.
         """
-        if mode not in ("first", "last"):
-            raise KVLensError(f"get_token_position: mode must be 'first' or 'last', got {mode!r}")
+        ensure("get_token_position: mode", Literal["first", "last"], mode)
         tokens = self.to_tokens(input, prepend_bos, padding_side) if isinstance(input, str) else input
         if tokens.dim() == 2 and tokens.shape[0] != 1:
             raise KVLensError(f"get_token_position: expected one text, got shape {list(tokens.shape)}")
@@ -187,11 +188,6 @@ class HasText(HookedRootModule):
         if isinstance(tokens, Tensor) and tokens.numel() > 1:
             return self.W_U[:, tokens].movedim(0, -1)
         return self.W_U[:, self.to_single_token(tokens) if isinstance(tokens, str) else int(tokens)]
-
-    def _tokenizer(self, what: str) -> Any:
-        if self.tokenizer is None:
-            raise KVLensError(f"{what}: this model has no tokenizer: give token ids, or a tokenizer to set_tokenizer")
-        return self.tokenizer
 
     @torch.inference_mode()
     def generate(

@@ -31,7 +31,7 @@ from kvlens.bridge.softmax import SoftmaxLayer
 from kvlens.checks import ensure
 from kvlens.components import Normalizers, check_batch, is_hooked
 from kvlens.dtypes import dtype_of
-from kvlens.errors import KVLensError, nearest
+from kvlens.errors import KVLensError, check_known
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model.activations import recurrent_layers
 from kvlens.model.fingerprint import WeightsThen, look_again
@@ -365,14 +365,12 @@ class KVTransformerBridge(TransformerBridge):
         text, mask = given["input"], given.get("attention_mask")
         is_stream = given.get("start_at_layer") is not None or (isinstance(text, Tensor) and text.is_floating_point())
         of_tokens = mask if not isinstance(mask, Tensor) or mask.dim() < 4 else None  # 4: of queries and keys
-        check_input(self, text, of_tokens, cache_among(given), is_stream=is_stream)
+        check_input(self, text, of_tokens, cache_among(given))
         if isinstance(text, Tensor) and not is_stream:
             self.check_tokens(text)
         ensure("forward: return_type", RETURNS, given.get("return_type"))
         taken = _taken(*(type(part).forward for part in (self.original_model, self.original_model.base_model)))
-        unknown = next((name for name in given if name not in taken), None)
-        if unknown is not None:
-            raise KVLensError(f"{type(self).__name__}.forward: no argument is called {unknown!r}{nearest(unknown, taken)}")
+        check_known(f"{type(self).__name__}.forward: no argument", given, taken)
 
     def logits_on(
         self,
@@ -438,7 +436,7 @@ class KVTransformerBridge(TransformerBridge):
     def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
         """Behaves as in TransformerLens; ``names_filter`` must name hook points that exist."""
         given = _given(TransformerBridge.run_with_cache, self, args, kwargs)
-        check_input(self, given["input"], None, None, is_stream=False)  # which TransformerLens reads before the pass
+        check_input(self, given["input"], None, None)  # which TransformerLens reads before the pass
         names = given.get("names_filter")
         check_hook_names(names, self.hook_dict)
         given["names_filter"] = list(names) if isinstance(names, tuple) else names  # TransformerLens reads lists alone

@@ -15,7 +15,7 @@ from kvlens.arguments import check_device
 from kvlens.checks import Within, ensure
 from kvlens.cli.prompts import EXAMPLE_MODEL, EXAMPLES, MINUTES, add_explain
 from kvlens.cli.settings import add_reproduce, add_train
-from kvlens.errors import KVLensError, nearest
+from kvlens.errors import KVLensError, check_known
 from kvlens.files import read_listed
 from kvlens.terminal import Arguments, how_it_ended, plain_warnings, sigterm_as_interrupt, terminal_width, visible, wrap
 from kvlens.zoo import source_of
@@ -65,10 +65,8 @@ def _discard_output() -> None:
 
 
 def _run(argv: list[str]) -> int:
-    if argv and not argv[0].startswith("-") and argv[0] not in COMMANDS:
-        raise KVLensError(
-            f"there is no command {argv[0]!r}; the commands are {', '.join(COMMANDS)}{nearest(argv[0], COMMANDS)}"
-        )
+    if argv and not argv[0].startswith("-"):
+        check_known("no command", argv[0], COMMANDS)
     parser = _parser()
     try:
         args = parser.parse_args(argv)

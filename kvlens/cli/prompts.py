@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from kvlens.arguments import HOW_FAR, SECTIONS, UNITS, USUAL_SECTIONS, SectionName, check_characters, check_device, path_of
 from kvlens.checks import Within, ensure
 from kvlens.errors import KVLensError
-from kvlens.files import check_regular, check_writable, each_once
+from kvlens.files import check_regular, check_writable, each_once, reading_file
 from kvlens.terminal import make_console, progress_bar, visible
 from kvlens.zoo import source_of
 
@@ -208,9 +208,8 @@ def _given(value: str | None, file: str | None, what: str) -> str | None:
     if file != "-" and not file.startswith(OPEN_ALREADY):
         check_regular(flag, path)
     try:
-        return sys.stdin.buffer.read().decode("utf-8") if file == "-" else path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise KVLensError(f"{flag}: cannot read {file}: {error.strerror or error}") from error
+        with reading_file(flag, file):
+            return sys.stdin.buffer.read().decode("utf-8") if file == "-" else path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise KVLensError(f"{flag}: {file} is not UTF-8 text (byte {error.start}); convert it first") from error
 

@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import Annotated, Any
 
 from kvlens.arguments import check_device, path_of
-from kvlens.checks import Within, ensure
+from kvlens.checks import Within, ensure, from_fields
 from kvlens.errors import KVLensError
 from kvlens.files import work_on
 from kvlens.terminal import how_it_ended, terminal_width, visible
@@ -91,7 +91,7 @@ def _train(args: argparse.Namespace) -> int:
         model={**recipe.model, **model},
         training={**recipe.training, **training},
     )
-    TrainSettings.of(dict(recipe.training))  # report bad settings before building the data
+    from_fields(TrainSettings, dict(recipe.training))  # report bad settings before building the data
     check_device("--device", args.device)
     try:
         facts = train_recipe(recipe, args.out, device=args.device, restart=args.restart, progress=sys.stderr.isatty())

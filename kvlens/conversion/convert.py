@@ -50,7 +50,7 @@ from kvlens.conversion.prompt import (
     prompt_batch,
 )
 from kvlens.conversion.prompt_pass import as_batch, attention_parts, continued, convert_exactly
-from kvlens.errors import KVLensError, nearest, nearest_name, warn
+from kvlens.errors import KVLensError, check_known, nearest, nearest_name, warn
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.kv_bias.fit import Recall, of_sum
 from kvlens.model import HookedKVTransformer
@@ -248,12 +248,7 @@ def method_of(method: str | ConversionMethod, options: Mapping[str, Any], others
     ensure("convert_prompt: method", one_of(METHODS), method)
     kind = METHODS[method]
     known = option_names(kind)
-    for name in options:
-        if name not in known:
-            near = nearest(name, [*others, *known])
-            raise KVLensError(
-                f'convert_prompt: method="{method}" has no option {name!r}{near}; it has {", ".join(known) or "none"}'
-            )
+    check_known(f'convert_prompt: with method="{method}" no argument', options, [*known, *others])
     given = {kind.shorthand.get(name, name): value for name, value in options.items()}
     if len(given) < len(options):
         twice = next(name for name in options if kind.shorthand.get(name) in options)

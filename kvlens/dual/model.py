@@ -25,7 +25,6 @@ from kvlens.checks import Count, Finite, Seed, Within, checked, ensure
 from kvlens.dual.head_inputs import (
     LayerReading,
     TokenRow,
-    check_index,
     read_layers,
 )
 from kvlens.errors import KVLensError
@@ -109,11 +108,11 @@ class DualModel:
             KVLensError: a head, layer or position that does not exist, no demonstrations, a query before its demonstrations,
                 attention without a dual model, or an approximate kernel for a head that has its own features.
         """
-        layer = check_index("layer", layer, model.cfg.n_layers)
-        head = check_index("head", head, heads_per_layer(model)[layer])
+        layer = range(model.cfg.n_layers)[layer]
+        head = range(heads_per_layer(model)[layer])[head]
         readings: list[LayerReading] = []
         read_layers(model, tokens, lambda _, reading: readings.append(reading), [layer])
-        query = check_index("query_pos", query_pos, len(tokens))
+        query = range(len(tokens))[query_pos]
         reading = one_head(readings[0], head, query)
         n = query if n_demonstrations is None else n_demonstrations
         n_rows = reading.bias_features.shape[1]
@@ -306,8 +305,6 @@ def _check_rates(eta: Any, alpha: Any) -> None:
 
 
 def _check_demonstrations(n: int, n_virtual: int, query: int) -> None:
-    if n < 0:
-        raise KVLensError(f"dual model: n_demonstrations must be a number of tokens, got {n!r}")
     if n + n_virtual == 0:
         raise KVLensError(f"dual model: the query at position {query} has no demonstrations in front of it; give at least one")
     if query < n:

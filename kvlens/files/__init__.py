@@ -42,6 +42,7 @@ from kvlens.files.untrusted import (
     plain,
     read_json,
     read_listed,
+    reading_file,
 )
 
 __all__ = [
@@ -71,6 +72,7 @@ __all__ = [
     "plain",
     "read_json",
     "read_listed",
+    "reading_file",
     "reason",
     "work_on",
     "write_atomically",

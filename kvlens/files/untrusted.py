@@ -6,11 +6,12 @@ for loading are listed separately from other files (:func:`list_files`), which m
 users and is not listed.
 """
 
+import contextlib
 import json
 import math
 import os
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,15 @@ import xxhash
 from kvlens.errors import KVLensError, brief
 
 CONFIG, WEIGHTS, LIST, CARD = "config.json", "model.safetensors", "beside", "MODEL_CARD.md"
+
+
+@contextlib.contextmanager
+def reading_file(what: str, path: str | Path) -> Iterator[None]:
+    """Where the system cannot read a file inside this, a KVLensError says which one."""
+    try:
+        yield
+    except OSError as error:
+        raise KVLensError(f"{what}: cannot read {path}: {error.strerror or error}") from error
 
 
 def check_regular(what: str, path: Path) -> None:

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, check_known
 from kvlens.ops.softmax_attention import ScaledFeatures
 from kvlens.ops.softmax_features import (
     ScoreRule,
@@ -222,13 +222,8 @@ KINDS = {each.kind: each for each in (VirtualKeys, RandomFeatures, TaylorFeature
 
 
 def features_from(kind: str, tensors: dict[str, Tensor], d_key: int) -> SoftmaxFeatures:
-    """The features that a file describes.
-
-    Raises:
-        KVLensError: features of a kind unknown to this version.
-    """
-    if kind not in KINDS:
-        raise KVLensError(f"KVBias.load: unknown features {kind!r}, expected one of {', '.join(KINDS)}: upgrade kvlens")
+    """The features that a file describes."""
+    check_known("KVBias.load: in this version no kind of features", kind, KINDS)
     made = KINDS[kind]
     if made in (TaylorFeatures, EluFeatures):
         return made(d_key)  # type: ignore[call-arg]

@@ -23,7 +23,7 @@ from torch import Tensor
 from kvlens.arguments import check_device
 from kvlens.checks import Count, Finite, checked, ensure
 from kvlens.dtypes import check_holds, dtype_of, is_dtype
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, check_known
 from kvlens.kv_bias.arithmetic import check_held, sum_in_words, summed, tokens_left
 from kvlens.kv_bias.fields import COUNTS, Fingerprint, check_fields
 from kvlens.kv_bias.fit import BiasFit, after_rounding, edited, of_sum, since
@@ -140,14 +140,12 @@ class KVBias:
         if name == "distance" and self.kind == "virtual_keys":  # keys that a layer lacks are at distance 1
             layers = [layer.of_attention(lambda part: part.widened(self.d_phi)) for layer in layers]
         every = [layer.tensors() for layer in layers]
-        found = [tensors[name] for tensors in every if name in tensors]
-        if found:
-            return padded([x[0] for x in found] if self.single else found)
         free = [part.features.tensors() for part in self.attention if isinstance(part, Features)]
-        if free and name in free[0]:
+        check_known("stacked: no tensor of this bias", name, dict.fromkeys(n for tensors in (*every, *free) for n in tensors))
+        found = [tensors[name] for tensors in every if name in tensors]
+        if not found:
             return padded([tensors[name] for tensors in free])
-        known = dict.fromkeys(n for tensors in every for n in tensors)
-        raise KVLensError(f"stacked: this bias has no {name!r}; it has {', '.join(known)}")
+        return padded([x[0] for x in found] if self.single else found)
 
     def tensors(self) -> dict[tuple[int, str], Tensor]:
         """Every tensor that has a row for each prompt, by its layer and name."""
@@ -286,8 +284,6 @@ class KVBias:
     @checked
     def select_prompt(self, index: int) -> "KVBias":
         """One prompt of a batch, without the batch axis."""
-        if self.single:
-            raise KVLensError("select_prompt: this bias holds a single prompt, without a batch axis")
         index = range(self.n_rows)[index]
         counts = self._counts(lambda value: int(value[index]))
         fit = None if self.fit is None else self.fit.select_prompt(index)
@@ -296,10 +292,6 @@ class KVBias:
     @checked
     def repeat(self, n: Count) -> "KVBias":
         """The bias of one prompt as a batch of ``n`` equal ones, without copies."""
-        if not self.single:
-            raise KVLensError(
-                f"repeat: expected the bias of a single prompt, got a batch of {self.n_rows}; select_prompt takes one"
-            )
         fit = None if self.fit is None else self.fit.repeat(n)
         return self._each(lambda layer: layer.rows(lambda x: x.expand(n, *x.shape[1:])), fit, single=False)
 
@@ -361,12 +353,8 @@ class KVBias:
             KVLensError: biases of different models, kinds or batches; a head that does not exist.
         """
         every = [(layer, head) for layer in range(self.n_layers) for head in range(self.n_heads_of(layer))]
-        if unknown := [pair for pair in heads if pair not in every]:
-            counts = sorted({self.n_heads_of(layer) for layer in range(self.n_layers)})
-            raise KVLensError(
-                f"exchange_heads: there is no layer and head {unknown[0]}; there are {self.n_layers} layers of "
-                f"{' or '.join(map(str, counts))} heads, counted from 0"
-            )
+        if unknown := set(heads) - set(every):
+            raise KVLensError(f"exchange_heads: expected (layer, head) of {every[0]} to {every[-1]}, got {min(unknown)}")
         chosen = [pair in heads for pair in every]
         own = self.select(heads=[pair for pair, taken in zip(every, chosen, strict=True) if not taken])
         mixed = KVBias.combine(own, other.select(heads=heads), shift_state="first")

@@ -7,11 +7,11 @@ They can be combined, except that ridge replaces the gradient step that regulari
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
 
-from kvlens.checks import Count, Finite, Within, checked
-from kvlens.errors import KVLensError, nearest
+from kvlens.checks import Count, Finite, Within, checked, from_fields
+from kvlens.errors import KVLensError
 
 
 @checked
@@ -55,13 +55,6 @@ class Augmented:
     width: Annotated[int, Within(1, 2**20)] | None = None
     activation: Literal["gelu", "relu", "silu", "tanh"] = "gelu"
     parallel: Finite | None = None
-
-    def __post_init__(self):
-        if self.parallel is not None and self.depth == 1:
-            raise KVLensError(
-                "Augmented: a parallel branch needs a depth of at least 2 (app. E.5 has two layers): its last layer starts "
-                "at 0, and a single layer, which is followed by the activation, might never leave it"
-            )
 
 
 @checked
@@ -135,18 +128,6 @@ class AttentionVariantConfig(_GivenVariants):
     def to_json(self) -> dict[str, Any]:
         """The variants that are set, as dicts of their fields."""
         return {name: value for name, value in asdict(self).items() if value is not None}
-
-
-T = TypeVar("T")
-
-
-def from_fields(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Build a settings class from its fields by name; an unknown name raises an error that suggests the nearest one."""
-    known = [f.name for f in fields(kind)]  # type: ignore[arg-type]
-    for name in values:
-        if name not in known:
-            raise KVLensError(f"{kind.__name__}: unknown field {name!r}{nearest(name, known)}; there are {', '.join(known)}")
-    return kind(**values)
 
 
 def why_no_kv_bias(variant: AttentionVariantConfig | None) -> str | None:

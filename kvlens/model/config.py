@@ -15,11 +15,11 @@ import torch
 from kvlens.arguments import check_device
 from kvlens.base import HookedTransformerConfig
 from kvlens.base.config import NORM_OVER_ALL_HEADS
-from kvlens.checks import INT_MAX, Within, checked, ensure, one_of
+from kvlens.checks import INT_MAX, Within, checked, ensure, from_fields, one_of
 from kvlens.components import FEATURE_MAPS
 from kvlens.dtypes import dtype_of
-from kvlens.errors import KVLensError, nearest
-from kvlens.model.attention_variant import AttentionVariantConfig, from_fields, why_no_kv_bias
+from kvlens.errors import KVLensError, check_known
+from kvlens.model.attention_variant import AttentionVariantConfig, why_no_kv_bias
 from kvlens.ops.linear_attention import retnet_decay
 
 SIZE, POSITIVE = Annotated[int, Within(1, 2**31 - 1)], Annotated[float, Within(above=0)]
@@ -242,8 +242,7 @@ class HookedKVTransformerConfig(_Given):
 
     @classmethod
     def from_json(cls, plain: dict[str, Any], **overrides: Any) -> "HookedKVTransformerConfig":
-        """Build from :meth:`to_json`'s dict; a key unknown to this version raises KVLensError."""
-        _check_known(cls, plain, "; was it written by a newer kvlens?")
+        """Build from :meth:`to_json`'s dict."""
         return cls(**{**plain, **overrides})
 
     @classmethod
@@ -255,7 +254,7 @@ class HookedKVTransformerConfig(_Given):
     @classmethod
     def from_tl(cls, cfg: HookedTransformerConfig, **changes: Any) -> "HookedKVTransformerConfig":
         """The same configuration as a plain TransformerLens one, with ``changes``."""
-        _check_known(cls, changes)
+        check_known("config: no field", changes, (f.name for f in fields(cls)))
         values = {f.name: getattr(cfg, f.name) for f in fields(type(cfg)) if f.init}
         return cls(**{**values, "trust_remote_code": False, **changes})
 
@@ -380,12 +379,6 @@ class HookedKVTransformerConfig(_Given):
         if self.decay is not None and not isinstance(self.decay, str):
             inside = all(math.isfinite(g) and 0 < g <= 1 for g in self.decay)
             yield not inside, f"decay: every gamma must lie in (0, 1], got {list(self.decay)}"
-
-
-def _check_known(cls: type[HookedKVTransformerConfig], given: Collection[str], why: str = "") -> None:
-    known = {f.name for f in fields(cls)}
-    for name in (name for name in given if name not in known):
-        raise KVLensError(f"config: unknown field {name!r}{nearest(name, known)}{why}")
 
 
 def shift_of(value: Any) -> KVShiftConfig | None:

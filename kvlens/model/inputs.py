@@ -35,7 +35,7 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import Slice
 
 from kvlens.arguments import check_characters, check_tokenizer
-from kvlens.errors import KVLensError, brief, nearest, warn
+from kvlens.errors import KVLensError, brief, check_known, warn
 from kvlens.kv_bias import KVBias
 from kvlens.model.config import HookedKVTransformerConfig
 
@@ -43,23 +43,18 @@ NOT_TOKENS = (torch.bool, torch.uint8)
 """Integer dtypes that torch treats as masks, not as indices."""
 
 
-def check_input(model: Any, given: Any, attention_mask: Any, past: Any, *, is_stream: bool) -> None:
+def check_input(model: Any, given: Any, attention_mask: Any, past: Any) -> None:
     """Raise KVLensError unless a forward pass can start from ``given``, and the mask matches its positions.
 
     Args:
         model: of either front end.
-        given: text, tokens, or the stream where ``is_stream``.
+        given: text, tokens, or the residual stream.
         attention_mask: 1 at real tokens, or None.
         past: a cache of what came before, or None.
-        is_stream: whether the pass starts from the residual stream.
     """
-    cfg = model.cfg
     if not isinstance(given, Tensor):
         check_text("forward", given)
         check_tokenizer("forward", model)
-    elif is_stream and (given.dim() != 3 or given.shape[-1] != cfg.d_model or not given.is_floating_point()):
-        wanted = f"the stream, floating-point numbers [batch, pos, {cfg.d_model}]"
-        raise KVLensError(f"forward: expected {wanted}, got {brief(given)} of {given.dtype}")
     if attention_mask is None:
         return
     known = isinstance(given, Tensor) and past is None  # with a cache, the mask covers the whole text
@@ -115,9 +110,7 @@ def check_room(cfg: HookedKVTransformerConfig, bias: KVBias) -> None:
 
 def check_hook_names(names: Any, hook_points: Collection[str]) -> None:
     """Raise KVLensError if ``names`` (one name or several) includes no existing hook point; suggests the nearest name."""
-    for name in [names] if isinstance(names, str) else names if isinstance(names, (list, tuple)) else ():
-        if name not in hook_points:
-            raise KVLensError(f"no hook point is called {name!r}{nearest(name, hook_points)}")
+    check_known("no hook point", names if isinstance(names, (str, list, tuple)) else (), hook_points)
 
 
 _LOCK = threading.Lock()

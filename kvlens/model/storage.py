@@ -32,7 +32,7 @@ from kvlens.files import (
     files_in,
     listed_in,
     read_json,
-    reason,
+    reading_file,
     write_folder,
 )
 from kvlens.model.config import HookedKVTransformerConfig
@@ -206,10 +206,8 @@ def _check_files(folder: Path, stored: dict[str, Any]) -> None:
     if not isinstance(files, dict):
         raise KVLensError(f"load: {folder / CONFIG} is damaged: its list of files is {brief(files)}")
     for name, written in files.items():
-        try:
+        with reading_file("load", folder / name):
             found = checksum(file_in("load", folder, name).read_bytes())
-        except OSError as error:
-            raise KVLensError(f"load: {folder / name} is missing: {reason(error)}") from error
         if found != written:
             raise KVLensError(
                 f"load: {folder / name} is damaged: it does not match its checksum; use an intact copy. To change a "

@@ -135,7 +135,7 @@ class HookedKVTransformer(LoadsAndSaves):
         tokenizer pads on the left). Pass ``attention_mask=torch.ones_like(input)`` if they are text. Without a cache and with
         padding on the right they are always text.
         """
-        check_input(self, input, attention_mask, past_kv_cache, is_stream=start_at_layer is not None)
+        check_input(self, input, attention_mask, past_kv_cache)
         with self.one_pass():
             if past_kv_cache is not None and self.cfg.needs_own_cache:
                 upgrade_cache(past_kv_cache, linear=self.cfg.attention == "linear")

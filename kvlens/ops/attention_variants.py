@@ -90,14 +90,7 @@ def augment(
         x: [batch, pos, head, d]: keys or values; of one head where all heads read the same, such as the input of the block.
         weights: for each layer [head, d_in, d_out], or a single matrix for all heads.
         activation: applied between layers, or after the layer if there is only one.
-
-    Raises:
-        KVLensError: the matrices cannot be chained.
     """
-    widths = [x.shape[-1], *(width for weight in weights for width in weight.shape[1:])]
-    if widths[:-1:2] != widths[1::2]:
-        came = ", ".join(str(list(weight.shape[1:])) for weight in weights)
-        raise KVLensError(f"augment: expected matrices [d, n], [n, m], ... that can be chained, d={x.shape[-1]}, got {came}")
     out = x
     for layer, weight in enumerate(weights):
         out = (out.transpose(1, 2) @ weight.to(x.dtype)).transpose(1, 2)

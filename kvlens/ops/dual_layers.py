@@ -19,13 +19,13 @@ Weights multiply row vectors from the right, as in TransformerLens. The bound's 
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from kvlens.checks import doors
+from kvlens.checks import Count, Within, doors
 from kvlens.errors import KVLensError
 from kvlens.ops.dual import LogKernel, kernel_values, softmax_kernel
 
@@ -182,10 +182,10 @@ def bound_terms(
     log_norm: Float[Tensor, "*lead"],
     log_rho: Float[Tensor, "*lead"],
     log_trace: Float[Tensor, "*lead"],
-    n_demonstrations: int,
+    n_demonstrations: Count,
     d_out: int,
-    delta: float,
-    beta: float = 0.0,
+    delta: Annotated[float, Within(above=0, below=1)],
+    beta: Annotated[float, Within(0)] = 0.0,
 ) -> BoundTerms:
     """The terms of the bound.
 
@@ -197,16 +197,7 @@ def bound_terms(
         d_out: d_o.
         delta: the probability with which the bound may fail.
         beta: weight of the negative samples, 0 if there are none.
-
-    Raises:
-        KVLensError: ``delta`` outside (0, 1), a negative ``beta``, or no demonstrations.
     """
-    if not 0 < delta < 1:
-        raise KVLensError(f"bound: delta must be a probability in (0, 1), got {delta}")
-    if beta < 0:
-        raise KVLensError(f"bound: beta must be at least 0, got {beta}")
-    if n_demonstrations < 1:
-        raise KVLensError(f"bound: expected at least one demonstration, got {n_demonstrations}")
     complexity = log_norm + log_rho + (log_trace + math.log(d_out)) / 2 - math.log(n_demonstrations)
     confidence = 2 * log_rho + math.log(math.log(1 / delta) / n_demonstrations) / 2 + math.log1p(beta)
     return BoundTerms(log_trace, complexity, confidence, torch.logaddexp(complexity, confidence), log_norm, log_rho)

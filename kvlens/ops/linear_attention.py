@@ -533,8 +533,6 @@ def carry_state(
     """
     terms = [] if before is None else [_decayed(before, n_tokens, decay)]
     terms += [] if written is None else [written]
-    if not terms:
-        raise KVLensError("carry_state: give the state before the tokens, what they wrote, or both")
     kv = sum((term.kv for term in terms[1:]), terms[0].kv)
     sums = [term.k_sum for term in terms if term.k_sum is not None]
     if rotation is not None:

@@ -133,12 +133,10 @@ def visible_keys(
     top.
 
     Raises:
-        KVLensError: more queries than keys where positions matter, or padding for a different number of keys.
+        KVLensError: more queries than keys where positions matter.
     """
     if (causal or window is not None) and n_queries > n_keys:
         raise KVLensError(f"softmax attention: expected at most as many queries as keys ({n_keys}), got {n_queries}")
-    if padding is not None and padding.shape[1] != n_keys:
-        raise KVLensError(f"softmax attention: expected padding [batch, {n_keys}], got {list(padding.shape)}")
     visible = None
     if (causal and n_queries > 1) or (window is not None and window < n_keys):
         key = torch.arange(n_keys, device=device)

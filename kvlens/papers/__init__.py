@@ -30,7 +30,7 @@ TransformerLens: $q = x W_Q + b_Q$. Formulas are for a single head.
 import importlib
 
 from kvlens.checks import checked
-from kvlens.errors import KVLensError, nearest
+from kvlens.errors import check_known
 from kvlens.papers.harness.run import Experiment
 
 EXPERIMENTS = {
@@ -74,8 +74,7 @@ def find_experiment(name: str) -> Experiment:
     Raises:
         KVLensError: no such experiment; the nearest name is proposed.
     """
-    if name not in EXPERIMENTS:
-        raise KVLensError(f"no experiment is called {name!r}{nearest(name, EXPERIMENTS)}; there are {', '.join(EXPERIMENTS)}")
+    check_known("no experiment", name, EXPERIMENTS)
     module = name.replace("-", "_")
     return getattr(importlib.import_module(f"kvlens.papers.{EXPERIMENTS[name]}.{module}"), module)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError, brief
-from kvlens.files import check_regular, check_regular_files, file_in, read_json
+from kvlens.files import check_regular, check_regular_files, file_in, read_json, reading_file
 
 INDEX_SUFFIX = ".index.json"
 COUNT_FIELDS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
@@ -45,11 +45,8 @@ def begins_with(path: Path, magic: bytes) -> bool:
     Raises:
         KVLensError: a file that cannot be read.
     """
-    try:
-        with path.open("rb") as file:
-            return file.read(len(magic)) == magic
-    except OSError as error:
-        raise KVLensError(f"load: cannot read {path}: {error.strerror}; give a file that can be read") from error
+    with reading_file("load", path), path.open("rb") as file:
+        return file.read(len(magic)) == magic
 
 
 def check_checkpoint(door: str, folder: Path) -> int:

@@ -44,7 +44,7 @@ from transformers import PreTrainedTokenizerFast
 from kvlens.arguments import path_of
 from kvlens.base import HookedTransformerConfig
 from kvlens.errors import KVLensError
-from kvlens.files import check_regular, reason
+from kvlens.files import check_regular, reading_file
 from kvlens.pretrained.hugging_face import PretrainedParts
 from kvlens.tokenizer import with_bos
 
@@ -135,12 +135,8 @@ def read_sizes(path: Path) -> Llama2cSizes:
         KVLensError: as :func:`load_llama2c_parts`.
     """
     check_regular("from_llama2c", path)
-    try:
-        with open(path, "rb") as file:
-            head = file.read(HEADER.size)
-        found = path.stat().st_size
-    except OSError as error:
-        raise KVLensError(f"from_llama2c: cannot read {path}: {reason(error)}") from error
+    with reading_file("from_llama2c", path), path.open("rb") as file:
+        head, found = file.read(HEADER.size), path.stat().st_size
     if len(head) < HEADER.size:
         raise KVLensError(f"from_llama2c: {path} is truncated: the header has {HEADER.size} bytes, the file {found}")
     d_model, d_mlp, n_layers, n_heads, n_kv_heads, vocab, n_ctx = HEADER.unpack(head)
@@ -271,10 +267,8 @@ def read_llama2c_tokenizer(path: str | Path, vocab: int) -> PreTrainedTokenizerF
 def _read_tokens(path: Path) -> list[tuple[str, float]]:
     """Text and score of each token: pairs of tokens are merged into one in order of decreasing score."""
     check_regular("from_llama2c", path)
-    try:
+    with reading_file("from_llama2c", path):
         raw = path.read_bytes()
-    except OSError as error:
-        raise KVLensError(f"from_llama2c: cannot read {path}: {reason(error)}") from error
     tokens = list[tuple[str, float]]()
     at = 4
     while at < len(raw):

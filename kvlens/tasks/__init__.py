@@ -65,8 +65,8 @@ assert result.heldout["loss"].notna().all()
 ```
 """
 
-from kvlens.checks import checked
-from kvlens.errors import KVLensError, nearest
+from kvlens.checks import checked, from_fields
+from kvlens.errors import check_known
 from kvlens.tasks.arithmetic import ArithmeticTask
 from kvlens.tasks.facts import FactsTask
 from kvlens.tasks.induction import HopsTask, InductionTask
@@ -121,6 +121,5 @@ def make_task(name: str, **settings: object) -> Task:
     Raises:
         KVLensError: there is no task of this name, it has no such setting, or a setting has a bad value.
     """
-    if name not in TASKS:
-        raise KVLensError(f"unknown task {name!r}{nearest(name, TASKS)}; there are {', '.join(TASKS)}")
-    return TASKS[name].from_settings(settings)
+    check_known("no task", name, TASKS)
+    return from_fields(TASKS[name], settings)

@@ -86,8 +86,6 @@ class InductionTask(Task):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.law != FIRST and self.length < 8:
-            raise KVLensError(f"task 'induction': repeated blocks need a length of at least 8, got {self.length}")
         words, most = f"a block holds up to length // 2 = {self.max_period}", self.max_period
         if self.law != BLOCK:
             words, most = f"a sequence of law {self.law!r} draws from up to length = {self.length}", self.length
@@ -188,12 +186,6 @@ class HopsTask(Task):
     vocab_size: Annotated[int, Within(3)] = 16
     length: Annotated[int, Within(3)] = 256
     mixed: bool = False
-
-    def __post_init__(self):
-        super().__post_init__()
-        # A hop moves to an earlier position, and the shortest return ("A B A") takes two.
-        if self.length < self.k + 2:
-            raise KVLensError(f"task 'hops': {self.k} hops need a length of at least {self.k + 2}, got {self.length}")
 
     @property
     def n_positions(self) -> int:

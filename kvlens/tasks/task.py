@@ -23,7 +23,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from kvlens.checks import Seed, Within, checked, ensure, one_of
-from kvlens.errors import KVLensError, brief, nearest
+from kvlens.errors import KVLensError
 from kvlens.model import HookedKVRegressor, HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.model.storage import build_with_ready_tokenizer
 
@@ -150,14 +150,6 @@ class Task(ABC):
         ensure(f"task {self.name!r}: generator", torch.Generator, generator)
         ensure(f"task {self.name!r}: split", one_of(SPLITS), split)
 
-    def check_ids(self, tokens: Tensor) -> None:
-        """Raise KVLensError unless ``tokens`` is one sequence of this task's ids."""
-        is_row = tokens.dim() == 1 and not (tokens.is_floating_point() or tokens.is_complex())
-        if not is_row or bool(((tokens < 0) | (tokens >= self.d_input)).any()):
-            raise KVLensError(
-                f"task {self.name!r}: expected token ids [pos], whole numbers from 0 to {self.d_input - 1}, got {brief(tokens)}"
-            )
-
     def _check_kind(self, model: Model, kind: type) -> None:
         if not isinstance(model, kind):
             raise self._misfit(f"predicts {self.predicts}, which needs a {kind.__name__}")
@@ -175,17 +167,6 @@ class Task(ABC):
     def settings(self) -> dict[str, Any]:
         """The settings as JSON values; ``make_task(name, **settings)`` makes the same task."""
         return asdict(self)
-
-    @classmethod
-    def from_settings(cls, settings: dict[str, Any]) -> "Task":
-        """Make a task from settings by name; unknown names are refused."""
-        known = [f.name for f in fields(cls)]
-        for name in settings:
-            if name not in known:
-                raise KVLensError(
-                    f"task {cls.name!r} has no setting {name!r}{nearest(name, known)}; there are {', '.join(known) or 'none'}"
-                )
-        return cls(**settings)
 
 
 def draw_distinct(n: int, batch_size: int, n_draws: int, generator: torch.Generator) -> Int[Tensor, "{batch_size} {n_draws}"]:

@@ -26,7 +26,7 @@ from kvlens.corpus import DocsCorpus, TokenWindows, build_docs_corpus, train_bpe
 from kvlens.corpus.docs import docs_versions
 from kvlens.corpus.tokenized import Tokenized, kept_tokens
 from kvlens.errors import KVLensError
-from kvlens.files import check_regular, checksum_of_json, reason
+from kvlens.files import check_regular, checksum_of_json, reading_file
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks.task import Batch, Model, Task
 from kvlens.tokenizer import read_tokenizer
@@ -165,19 +165,16 @@ def docs_corpus() -> DocsCorpus:
 
 def _read(path: Path) -> list[str]:
     files = sorted(path.rglob("*.txt")) if path.is_dir() else [path]
-    if not files:
-        raise KVLensError(f"task 'text': the folder {path} holds no .txt file")
     for file in files:
         check_regular("task 'text'", file)
     try:
-        texts = [file.read_text(encoding="utf-8") for file in files]
-    except OSError as error:
-        raise KVLensError(f"task 'text': cannot read {error.filename or path}: {reason(error)}") from error
+        with reading_file("task 'text'", path):
+            texts = [file.read_text(encoding="utf-8") for file in files]
     except UnicodeDecodeError as error:
         raise KVLensError(f"task 'text': a file of {path} is not UTF-8 text (byte {error.start})") from error
     texts = [text for text in texts if text]
     if not texts:
-        raise KVLensError(f"task 'text': {path} is empty")
+        raise KVLensError(f"task 'text': {path} holds no text (of a folder, .txt files are read)")
     return texts
 
 

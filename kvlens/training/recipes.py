@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvlens.checks import checked
-from kvlens.errors import KVLensError, nearest
+from kvlens.errors import check_known
 from kvlens.model import HookedKVTransformerConfig
 from kvlens.tasks import Task, task_names
 from kvlens.tasks.task import Model
@@ -209,15 +209,8 @@ def find_recipe(name: str) -> Recipe:
     Raises:
         KVLensError: there is no such recipe or task; the nearest name is proposed.
     """
-    if name in RECIPES:
-        return RECIPES[name]
-    if name in task_names():
-        return Recipe(name=name, summary=f"A model of kvlens' task {name!r}.", task=name)
-    known = [*RECIPES, *task_names()]
-    raise KVLensError(
-        f"train: no recipe or task is called {name!r}{nearest(name, known)}; recipes are {', '.join(RECIPES)}; tasks are "
-        f"{', '.join(task_names())}"
-    )
+    check_known("train: no recipe or task", name, [*RECIPES, *task_names()])
+    return RECIPES.get(name) or Recipe(name=name, summary=f"A model of kvlens' task {name!r}.", task=name)
 
 
 @checked
@@ -238,8 +231,5 @@ def build_model(task: Task, settings: Mapping[str, Any], *, name: str | None = N
     if values.get("attn_only"):
         values["act_fn"] = None
     values.setdefault("d_vocab", task.d_vocab)
-    known = [name for name in HookedKVTransformerConfig.__dataclass_fields__ if name not in NOT_SETTINGS]
-    for key in values:
-        if key not in known:
-            raise KVLensError(f"model: unknown field {key!r}{nearest(key, known)}")
+    check_known("model: no field", values, [*HookedKVTransformerConfig.__dataclass_fields__.keys() - NOT_SETTINGS])
     return task.new_model(HookedKVTransformerConfig(**values, model_name=name or task.name, device=device))

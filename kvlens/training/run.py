@@ -25,7 +25,7 @@ the first step has a positive rate, and the last has the final rate.
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -89,15 +89,6 @@ class TrainSettings:
     watch: str | None = None
     precision: Literal["float32", "bfloat16"] = "float32"
     seed: Seed = 0
-
-    @classmethod
-    def of(cls, settings: dict[str, Any]) -> "TrainSettings":
-        """Make settings from values by name; unknown names are refused."""
-        known = [f.name for f in fields(cls)]
-        for name in settings:
-            if name not in known:
-                raise KVLensError(f"train: unknown setting {name!r}{nearest(name, known)}; there are {', '.join(known)}")
-        return cls(**settings)
 
     def check_batches(self, task: Task) -> None:
         """Raise KVLensError if a batch of ``task`` would not fit into memory."""

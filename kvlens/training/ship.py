@@ -17,7 +17,7 @@ from torch import nn
 
 from kvlens.arguments import path_of
 from kvlens.bridge import KVTransformerBridge
-from kvlens.checks import checked
+from kvlens.checks import checked, from_fields
 from kvlens.files import CARD, CONFIG, LIST, check_folder, list_files, plain, read_json, write_folder
 from kvlens.files.parquet import table_bytes
 from kvlens.model.storage import MODEL_FOLDER, check_model_folder
@@ -78,7 +78,7 @@ def train_recipe(
     else:
         check_run_folder(folder)  # before the corpus is built, which takes time
         check_model_folder(folder / "model", overwrite=True)
-    task, settings = make_task(recipe.task, **recipe.task_settings), TrainSettings.of(dict(recipe.training))
+    task, settings = make_task(recipe.task, **recipe.task_settings), from_fields(TrainSettings, dict(recipe.training))
     settings.check_batches(task)
     model: Any
     if hybrid:
@@ -112,7 +112,7 @@ def facts_of(
     recipe: Recipe, task: Task, model: nn.Module, result: TrainResult, config: dict[str, Any], heldout: dict[str, Any]
 ) -> dict[str, Any]:
     """The content of ``training.json``: recipe, sizes and held-out measurements of a saved model, as JSON values."""
-    training = asdict(TrainSettings.of(dict(recipe.training)))
+    training = asdict(from_fields(TrainSettings, dict(recipe.training)))
     return {
         "name": recipe.name,
         "summary": recipe.summary,

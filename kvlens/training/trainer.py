@@ -22,7 +22,7 @@ import torch
 from tqdm.auto import tqdm
 
 from kvlens.arguments import path_of
-from kvlens.checks import checked
+from kvlens.checks import checked, from_fields
 from kvlens.errors import KVLensError
 from kvlens.tasks import Task
 from kvlens.tasks.task import Model
@@ -92,7 +92,7 @@ def train(
         KVLensError: model and task do not fit, a setting is out of range, the folder holds another run or cannot be written,
             another process trains in it, or (as a :class:`kvlens.training.NotFiniteError`) a loss or gradient is not finite.
     """
-    chosen, loss = TrainSettings.of(settings), loss_for(model, task, loss)
+    chosen, loss = from_fields(TrainSettings, settings), loss_for(model, task, loss)
     chosen.check_batches(task)
     chosen.check_model(model)
     if folder is not None and runs is not None:

@@ -10,7 +10,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from kvlens.checks import checked
-from kvlens.errors import KVLensError, first_line, nearest, nearest_name
+from kvlens.errors import KVLensError, check_known, first_line, nearest, nearest_name
 from kvlens.files import read_json
 
 _ROOT = Path(str(files("kvlens.zoo")))
@@ -30,12 +30,7 @@ def folder_of(name: str) -> Path:
     Raises:
         KVLensError: no such model; the message proposes the nearest name, and how to load models that are not shipped.
     """
-    if name not in names():
-        raise KVLensError(
-            f"zoo: no shipped model is called {name!r}{nearest(name, names())}; there are {', '.join(names())}. A folder of "
-            "Hugging Face, or a name that TransformerLens knows, is for HookedKVTransformer.from_pretrained; a folder that "
-            "kvlens wrote for HookedKVTransformer.load"
-        )
+    check_known("zoo: no shipped model (kvlens.load takes others, too)", name, names())
     return _ROOT / name
 
 

@@ -34,14 +34,6 @@ def test_the_frame_has_the_declared_columns_in_their_order():
     assert COLUMNS.frame({**values, "size": shifted})["size"].tolist() == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("change", [{"sise": 1.0}, {"size": None}])
-def test_other_columns_than_declared_are_refused(change):
-    values = {"place": [0], "word": ["a"], "rank": [1], "size": [0.5], **change}
-    values = {name: value for name, value in values.items() if value is not None}
-    with pytest.raises(TypeError, match="expected the columns"):
-        COLUMNS.frame(values)
-
-
 def test_the_docstring_gets_the_table_at_its_placeholder():
     @COLUMNS.document
     def function():
@@ -114,13 +106,6 @@ def test_a_record_becomes_arguments():
     wrong = declared(function=lambda model, text: pd.DataFrame({"place": [0]}), options={}, inputs={"text": TEXT})
     with pytest.raises(TypeError, match="largest declares"):
         wrong.run(model, Record("a", "0", "1"))
-
-
-def test_a_declaration_that_does_not_fit_its_function_is_refused():
-    with pytest.raises(TypeError, match="takes no argument 'test_tokens'"):
-        declared(inputs={"test_tokens": TEXT})
-    with pytest.raises(TypeError, match="'text' needs a default"):
-        declared(options={"text": Option("x")})
 
 
 def example() -> str:

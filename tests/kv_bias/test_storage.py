@@ -205,7 +205,7 @@ CHANGES = [
         ("incomplete or damaged", lambda tensors, metadata, meta, name=name: tensors.update({name: tensors[name][:-1]}))
         for name in ("b_D", "features.keys", "features.distance", "used")
     ),
-    ("unknown features 'polynomial'", lambda tensors, metadata, meta: meta.update(features="polynomial")),
+    ("no kind of features is called 'polynomial'", lambda tensors, metadata, meta: meta.update(features="polynomial")),
     ("incomplete or damaged", lambda tensors, metadata, meta: meta.update(features="random")),
 ]
 

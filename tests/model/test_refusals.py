@@ -132,7 +132,6 @@ CONFIGURATIONS = [
 VARIANTS = [
     {"regularized": {"alpha": 1.0}},
     {"regularised": {"alpha": 1, "form": "normalised"}},
-    {"augmented": {"keys": True, "parallel": 1.0}},
     *({"negative": {"k": k, "beta": 1}} for k in (0, 1.5, True)),
     {"negative": {"k": 1, "beta": math.inf}},
     {"ridge": {"strength": 0.0}},

@@ -32,13 +32,13 @@ SETTINGS = [
     dict(folder="a", runs="b"),
 ]
 TASKS = [
-    *(("induction", x) for x in (dict(length=7), dict(length=64.0), dict(vocab_size=1), dict(vocab_size=True))),
+    *(("induction", x) for x in (dict(length=64.0), dict(vocab_size=1), dict(vocab_size=True))),
     *(("induction", x) for x in (dict(vocab_size=31, length=64), dict(vocab_size=40, length=64, law="both"))),
     *(("induction", x) for x in (dict(law="first"), dict(lenght=3))),
     *(("bigrams", x) for x in (dict(n_letters=53), dict(n_letters=6, n_triggers=5), dict(trigger_rate=0.0))),
-    *(("ngrams", x) for x in (dict(order=1), dict(order=6, vocab_size=64), dict(order=5, vocab_size=3, length=3))),
+    *(("ngrams", x) for x in (dict(order=1), dict(order=6, vocab_size=64))),
     *(("ngrams", x) for x in (dict(restart_rate=1.0), dict(table_seed=-1))),
-    *(("hops", x) for x in (dict(k=0), dict(k=6, length=7), dict(vocabsize=5), dict(length=1))),
+    *(("hops", x) for x in (dict(k=0), dict(vocabsize=5), dict(length=1))),
     *(("arithmetic", x) for x in (dict(modulus=9), dict(modulus=101), dict(max_ops=2, test_ops=6, n_names=5))),
     *(("arithmetic", x) for x in (dict(n_names=53), dict(scored_part="answers"))),
     *(("regression", x) for x in (dict(functions="liner"), dict(noise=-1.0), dict(n_points=1))),
@@ -92,7 +92,6 @@ REFUSED = [
     lambda: task("induction").sample(10**15, seeded(0)),
     lambda: task("induction").heldout(2, -1),
     lambda: make_task("hops", k=3, vocab_size=10**9, length=5).sample(1, seeded(0)),
-    *(lambda x=x: task("bigrams").tokens_as_text(x) for x in (torch.tensor([math.nan]), torch.tensor([-1]))),
     *(lambda n=n: prompted(seeded(0), n) for n in (1, 41)),
     # corpora, tokenizers, windows
     *(lambda n=n: train_bpe_tokenizer(["a"], n) for n in (10**12, 258)),

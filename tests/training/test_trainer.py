@@ -19,6 +19,7 @@ from tiny_runs import SETTINGS, run, tiny_model, tiny_task, weights
 from torch.nn import functional as F
 
 from kvlens import HookedKVTransformer, KVLensError, KVTransformerBridge, convert_prompt, load, zoo
+from kvlens.checks import from_fields
 from kvlens.files import check_folder, check_listed
 from kvlens.model import HookedKVTransformerConfig
 from kvlens.tasks import Batch, make_task
@@ -202,7 +203,7 @@ def test_linear_attention_has_no_longest_text():
 
 def test_settings_survive_their_dictionary():
     settings = TrainSettings(**{**SETTINGS, "betas": (0.8, 0.9)})
-    assert TrainSettings.of({**dataclasses.asdict(settings), "betas": [0.8, 0.9]}) == settings
+    assert from_fields(TrainSettings, {**dataclasses.asdict(settings), "betas": [0.8, 0.9]}) == settings
 
 
 class LogitNorm(Loss):

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
 
 from kvlens.dual.bert import fine_tune, load_bert, swap_self_attention
-from kvlens.errors import KVLensError, nearest
+from kvlens.errors import check_known
 from kvlens.files import WEIGHTS, checksum
 from kvlens.papers.harness.learned import Goal, kept_table, lead
 from kvlens.papers.harness.plots import draw_panels
@@ -100,11 +100,8 @@ BEFORE_THE_NOUN = r"(the|{this}|{adjective}) {noun}"
 def bert_variants(settings: Settings, tell: Tell) -> Reproduction:
     """Fine-tune the BERT with every variant."""
     courses = []
+    check_known("bert-variants: no variant", settings["variants"], VARIANTS)
     for label in dict.fromkeys([PLAIN, *settings["variants"]]):
-        if label not in VARIANTS:
-            raise KVLensError(
-                f"bert-variants: no variant is called {label!r}{nearest(label, VARIANTS)}; there are {[*VARIANTS]}"
-            )
         for seed in settings["seeds"]:
             course = fine_tuned(label, seed, settings)
             courses.append(course.assign(model=label, seed=seed))

@@ -26,7 +26,6 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
-from kvlens.errors import KVLensError
 from kvlens.papers.dual.regression_layer import Variant, draw_layer, draw_tasks, train_layer
 from kvlens.papers.harness.learned import LATE, Goal, kept_table, lead, mean_and_spread
 from kvlens.papers.harness.plots import draw_panels
@@ -153,11 +152,6 @@ def claimed(task: str) -> list[str]:
 def dual_variants(settings: Settings, tell: Tell) -> Reproduction:
     """Train every variant on every task, at its best learning rate."""
     seeds, courses = settings["seeds"], []
-    for name in ("steps", "models"):
-        if missing := [task for task in settings["d_x"] if task not in settings[name]]:
-            raise KVLensError(
-                f"dual-variants: {name} must have an entry for each task of d_x, but has none for {', '.join(missing)}"
-            )
     for task in settings["d_x"]:
         for label in settings["models"][task]:
             setting, rate = best_setting(label, task, settings)

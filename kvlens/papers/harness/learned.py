@@ -41,6 +41,7 @@ from typing import Any
 import pandas as pd
 import torch
 
+from kvlens.checks import from_fields
 from kvlens.files import checksum_of_json, write_atomically
 from kvlens.files.parquet import read_table, table_bytes
 from kvlens.model import HookedKVTransformer
@@ -221,13 +222,13 @@ class RunQueue:
         for cell in cells:
             n_runs = len(cell.models) * (len(cell.seeds) + (N_TUNING * len(cell.rates) if len(cell.rates) > 1 else 0))
             self.n_runs += n_runs
-            self.n_steps += n_runs * TrainSettings.of(dict(cell.training)).steps
+            self.n_steps += n_runs * from_fields(TrainSettings, dict(cell.training)).steps
         self.runs, self.steps, self.seconds = 0, 0, 0.0
 
     def train(self, trials: Sequence[TrainingRun]) -> Iterator[tuple[TrainingRun, Model, TrainResult | NotFiniteError]]:
         """Train as `train_all` does, and count."""
         for trial, model, result in train_all(trials):
-            self.runs, self.steps = self.runs + 1, self.steps + TrainSettings.of(dict(trial.training)).steps
+            self.runs, self.steps = self.runs + 1, self.steps + from_fields(TrainSettings, dict(trial.training)).steps
             self.seconds += result.seconds if isinstance(result, TrainResult) else 0.0
             yield trial, model, result
 

@@ -19,7 +19,7 @@ import pandas as pd
 
 from kvlens import load
 from kvlens.checks import checked
-from kvlens.errors import KVLensError, brief, nearest
+from kvlens.errors import KVLensError, brief, check_known
 from kvlens.files import FolderKind, listed_in, plain, write_folder
 from kvlens.files.parquet import table_bytes
 from kvlens.model import HookedKVTransformer
@@ -118,11 +118,8 @@ def with_settings(experiment: Experiment, scale: str, changes: Mapping[str, Any]
         KVLensError: an unknown setting (the nearest is named), or a value of another kind.
     """
     settings = dict(experiment.scales[scale])
+    check_known(f"{experiment.name}: no setting", changes, settings)
     for name, value in changes.items():
-        if name not in settings:
-            raise KVLensError(
-                f"{experiment.name} has no setting {name!r}{nearest(name, settings)}; it has {', '.join(sorted(settings))}"
-            )
         settings[name] = _changed(f"{experiment.name}: the setting {name}", name, settings[name], value)
     return replace(experiment, scales={**experiment.scales, scale: settings})
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvlens import zoo
 from kvlens.conversion import Landmark, RandomProjections, convert_prompt
-from kvlens.errors import KVLensError, nearest
+from kvlens.errors import check_known
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer
 from kvlens.papers.harness.plots import draw_panels
@@ -117,10 +117,7 @@ def gpt2_text(settings: Settings, tell: Tell) -> Reproduction:
     source = zoo.source_of(settings["model"])
     usual = "stories" if isinstance(source, Path) and source.suffix == ".bin" else "facts"
     kind = settings["texts"] or ("help pages" if settings["model"] in zoo.names() else usual)
-    if kind not in PAIRS_BY_KIND:
-        raise KVLensError(
-            f"gpt2-text: texts must be one of {', '.join(PAIRS_BY_KIND)}, got {kind!r}{nearest(kind, PAIRS_BY_KIND)}"
-        )
+    check_known("gpt2-text: no kind of texts", kind, PAIRS_BY_KIND)
     if isinstance(source, str) or zoo.is_hugging_face(source):
         model = HookedKVTransformer.from_pretrained_no_processing(source, device="cpu").eval().requires_grad_(False)
     else:

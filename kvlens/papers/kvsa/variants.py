@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvlens.errors import KVLensError, nearest
+from kvlens.errors import check_known
 from kvlens.papers.harness.learned import (
     Cell,
     Goal,
@@ -96,9 +96,7 @@ def variants(settings: Settings, tell: Tell) -> Reproduction:
 
 def cells(settings: Settings) -> Iterator[Cell]:
     """The free form and the variants of ``settings["variants"]``; `CLEAR` ones with the first ``n_seeds_of_clear`` seeds."""
-    for name in settings["variants"]:
-        if name not in CLAIMS:
-            raise KVLensError(f"variants: there is no variant {name!r}{nearest(name, CLAIMS)}; there are {', '.join(CLAIMS)}")
+    check_known("variants: no variant", settings["variants"], CLAIMS)
     chosen = [FREE, *(name for name in CLAIMS if name in settings["variants"])]
     models = {label: {**settings["model"], "kv_shift": VARIANTS[label]} for label in chosen}
     few = settings["seeds"][: settings["n_seeds_of_clear"]]

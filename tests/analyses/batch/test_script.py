@@ -16,9 +16,9 @@ import pandas as pd
 import pytest
 from kvlens.analyses.batch import script
 from kvlens.analyses.batch.script import analyse
-from kvlens.analyses.batch.work import check_model_name, load_analysis
+from kvlens.analyses.batch.work import load_analysis
 
-from kvlens import KVLensError, analyses, explanation
+from kvlens import analyses, explanation
 from kvlens.analyses import ANALYSES
 from kvlens.cli import main
 from kvlens.terminal import plain_warnings
@@ -198,16 +198,8 @@ def test_bad_words(model_folder, capsys, more, words):
 
 def test_bad_names_and_missing_words(capsys):
     assert "did you mean 'bias_by_head'?" in refused(capsys, main(["analyse", "bias_by_haed"]))
-    assert "expected the name of an analysis, got '--model'" in refused(capsys, main(["analyse", "--model", "m"]))
+    assert "is called '--model'" in refused(capsys, main(["analyse", "--model", "m"]))
     assert "the following arguments are required: PROMPTS, --model, --out" in refused(capsys, main(["analyse", LETTERS]))
-
-
-def test_a_gguf_file_is_a_model_and_other_files_are_none(tmp_path):
-    for name in ("m.gguf", "m.bin"):
-        (tmp_path / name).touch()
-    check_model_name(str(tmp_path / "m.gguf"))
-    with pytest.raises(KVLensError, match=r"m.bin' is a file; give a shipped model .*, a folder, or a .gguf file"):
-        check_model_name(str(tmp_path / "m.bin"))
 
 
 def test_python_m_runs_the_same_command(model_folder, capsys):

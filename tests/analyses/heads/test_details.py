@@ -302,8 +302,6 @@ def test_what_has_no_columns_is_refused():
     with pytest.raises(KVLensError, match="sums of features there and no keys.*head_details"):
         attention_under_bias(model, WORDS, NEXT_WORDS, 1)
     softmax = tiny_text_model(attention="softmax", kv_shift=None)
-    with pytest.raises(KVLensError, match="has layers 0 to 1"):
-        attention_under_bias(softmax, WORDS, NEXT_WORDS, 2)
     bias = convert_prompt(softmax, WORDS)
     with pytest.raises(KVLensError, match="under this bias, and the prompt has"):
         attention_under_bias(softmax, WORDS + NEXT_WORDS, NEXT_WORDS, 0, bias=bias)

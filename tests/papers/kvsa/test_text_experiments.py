@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
+from kvlens.checks import from_fields
 from kvlens.errors import KVLensError
 from kvlens.papers.harness import learned
 from kvlens.papers.harness.learned import Goal
@@ -141,7 +142,7 @@ def test_models_as_printed_have_the_parameters_that_the_paper_names_them_by(name
 def test_training_as_printed_takes_the_batches_of_the_text(name, tokens_a_step, steps):
     """KVSA sec. 4.1: 1M, 16M, 1M, 2M and 3M tokens a step; table 6's GPUs and sequences give the same."""
     size = models.PRINTED_SIZES[name]
-    settings = TrainSettings.of(size.training())
+    settings = from_fields(TrainSettings, size.training())
     assert settings.batch_size * size.n_ctx == pytest.approx(tokens_a_step, rel=0.02)
     assert (settings.steps, settings.schedule, settings.betas, settings.weight_decay) == (steps, "constant", (0.9, 0.95), 0.1)
     assert settings.rate((size.warmup_steps + 1) / steps) == settings.rate(1) == size.learning_rate

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from tiny_runs import course, runs
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig
+from kvlens.checks import from_fields
 from kvlens.papers import find_experiment
 from kvlens.papers.harness import learned
 from kvlens.papers.harness.learned import steps_to
@@ -403,7 +404,7 @@ def test_the_small_scale_is_sound_up_to_the_training(name, monkeypatch):
 
     def pretend(cell, progress):
         assert cell.rates and "steps" in cell.training
-        assert all(TrainSettings.of({**cell.training, "learning_rate": rate}) for rate in cell.rates)
+        assert all(from_fields(TrainSettings, {**cell.training, "learning_rate": rate}) for rate in cell.rates)
         assert all(model["d_model"] % model["d_head"] == 0 for model in cell.models.values())
         runs = list(itertools.product(cell.models, cell.seeds))
         examined = [row for run in runs if cell.examine is not None for row in cell.examine(*run, None)]
