@@ -146,13 +146,13 @@ class Columns(Mapping[str, Column]):
         return [rule, *rows, rule]
 
 
-def _flat(values: Any) -> Any:
+def _flat(values: object) -> Any:
     if isinstance(values, Tensor):
         return values.detach().cpu().flatten().numpy()
     return values.array if isinstance(values, pd.Series) else values
 
 
-def _is_one_value(values: Any) -> bool:
+def _is_one_value(values: object) -> bool:
     return isinstance(values, str) or not hasattr(values, "__len__")
 
 
@@ -173,7 +173,7 @@ class Record:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _as_it_is(model: KVModel, value: Any) -> Any:
+def _as_it_is(model: KVModel, value: object) -> Any:
     return value
 
 
@@ -270,7 +270,7 @@ class Option:
     many: bool = False
     value_type: type | None = None
 
-    def kind(self, default: Any) -> type:
+    def kind(self, default: object) -> type:
         """The type of the value (of each one, if ``many``)."""
         return str if self.many else self.value_type or (str if default is None else type(default))
 
@@ -287,7 +287,7 @@ class Option:
             return tuple(self._checked(name, part, kind) for part in wanted) or default
         return default if value is None and default is None else self._checked(name, value, kind)
 
-    def _checked(self, name: str, value: Any, kind: type) -> Any:
+    def _checked(self, name: str, value: object, kind: type) -> Any:
         return ensure(name, one_of(self.choices) if self.choices else kind, value)
 
 
@@ -340,7 +340,7 @@ class Analysis:
         read = {name: self.options[name].read(name, value, defaults[name]) for name, value in given.items()}
         return {**defaults, **read}
 
-    def run(self, model: KVModel, record: Record, **options: Any) -> pd.DataFrame:
+    def run(self, model: KVModel, record: Record, **options: object) -> pd.DataFrame:
         """The table of one record.
 
         Raises:

@@ -112,7 +112,7 @@ def read_text(
     return found
 
 
-def baseline_sequence(model: KVModel, prompt: Int[Tensor, " pos"], given: Any) -> Int[Tensor, " baseline_pos"]:
+def baseline_sequence(model: KVModel, prompt: Int[Tensor, " pos"], given: object) -> Int[Tensor, " baseline_pos"]:
     """The tokens before a text without its prompt: ``given``, or the BOS with which the prompt began, or none."""
     if given is not None:
         return one_sequence(model, "baseline", given, may_be_empty=True)
@@ -442,11 +442,11 @@ def _widen_during(module: nn.Module, weights: list[nn.Parameter]) -> None:
     """Let a module's weights be float64 in its forward pass."""
     narrow = [weight.data for weight in weights]
 
-    def widen(*_: Any) -> None:
+    def widen(*_: object) -> None:
         for weight in weights:
             weight.data = weight.data.double()
 
-    def restore(*_: Any) -> None:
+    def restore(*_: object) -> None:
         for weight, data in zip(weights, narrow, strict=True):
             weight.data = data
 

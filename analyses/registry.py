@@ -118,7 +118,7 @@ def on_its_front_ends(function: Function) -> Function:
     """Refuse, for the reason that :data:`NOT_ON` gives under the function's name, models that it does not run on."""
 
     @functools.wraps(function)
-    def checked_first(*args: Any, **kwargs: Any) -> Any:
+    def checked_first(*args: object, **kwargs: object) -> Any:
         check_front_end(function.__name__, kwargs.get("model", args[0] if args else None))
         return function(*args, **kwargs)
 

@@ -110,7 +110,7 @@ class Looks:
             hold(x, hook)
             show(int(hook.name.split(".")[1]), x.shape[1])
 
-        def behind(x: Tensor, hook: Any) -> None:
+        def behind(x: Tensor, hook: object) -> None:
             hold(x, hook)
             show(n_layers, x.shape[1])
 

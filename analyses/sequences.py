@@ -8,8 +8,6 @@ If an analysis needs only the converted prompt, ``prompt`` may also be a `KVBias
 prompt's tokens, `prompt_sequence` reads it, and refuses a bias, which has none.
 """
 
-from typing import Any
-
 from jaxtyping import Int
 from torch import Tensor
 
@@ -22,7 +20,7 @@ TextTokens = str | Int[Tensor, "*one_text text_pos"]
 BaselineTokens = str | Int[Tensor, "*one_baseline baseline_pos"]
 
 
-def prompt_sequence(model: KVModel, what: str, prompt: Any, initial: KVBias | None = None) -> Int[Tensor, " pos"]:
+def prompt_sequence(model: KVModel, what: str, prompt: object, initial: KVBias | None = None) -> Int[Tensor, " pos"]:
     """Read a prompt as ids [pos]; a string gets a BOS as in ``convert_prompt``: by default, unless it continues a bias.
 
     Raises:
@@ -57,7 +55,7 @@ def check_detached(what: str, model: KVModel) -> None:
         raise KVLensError(f"{what}: a bias is attached to this model; detach it first (model.detach_kv_bias())")
 
 
-def converted(model: KVModel, what: str, prompt: Any) -> KVBias:
+def converted(model: KVModel, what: str, prompt: object) -> KVBias:
     """The bias of a prompt, given as a bias, a string or tokens."""
     if isinstance(prompt, KVBias):
         return one_bias(what, prompt)
@@ -73,7 +71,7 @@ def prompt_text_bias(
     return prompt, text, bias_of(model, prompt, bias)
 
 
-def bias_and_text(model: KVModel, analysis: str, prompt: Any, text: Any) -> tuple[KVBias, Tensor]:
+def bias_and_text(model: KVModel, analysis: str, prompt: object, text: object) -> tuple[KVBias, Tensor]:
     """Read the prompt of an analysis, converted already or not, as a bias, and the text."""
     text = one_sequence(model, "text", text)
     return converted(model, analysis, prompt), text

@@ -77,7 +77,7 @@ class PageRun:
         self.loop, self.lines = asyncio.get_running_loop(), asyncio.Queue[Given | None]()
         self.is_stopped = threading.Event()
 
-    def tell(self, **line: Any) -> None:
+    def tell(self, **line: object) -> None:
         """Tell the page; `Stopped` where nobody listens any more."""
         if self.is_stopped.is_set():
             raise Stopped
@@ -182,7 +182,7 @@ class Playground:
         return self.models[name]
 
 
-def _of(given: Given, name: str, kind: Any) -> Any:
+def _of(given: Given, name: str, kind: object) -> Any:
     return ensure(name, kind, given.get(name))
 
 
@@ -261,7 +261,7 @@ class Server:
 def _warnings_to(run: PageRun) -> Iterator[None]:
     """Tell the page of warnings, each time."""
 
-    def show(message: Warning | str, *where: Any, **more: Any) -> None:
+    def show(message: Warning | str, *where: object, **more: object) -> None:
         run.tell(warning=" ".join(str(message).split()))
 
     with warnings.catch_warnings():

@@ -67,7 +67,7 @@ def path_of(what: str, value: str | Path) -> Path:
     return path
 
 
-def numbers_of(values: Any) -> "Tensor":
+def numbers_of(values: object) -> "Tensor":
     """``values``, a tensor, an array or nested lists, as float64 on the CPU, without gradients. Imports torch."""
     import torch  # kept out of the command line's start
 
@@ -98,7 +98,7 @@ def checked_spans(what: str, spans: Any, n_tokens: int) -> list[Span]:
     return ordered
 
 
-def _is_whole(x: Any) -> bool:
+def _is_whole(x: object) -> bool:
     """Whether a number is an integer, of Python or numpy (as cells of a table are)."""
     return isinstance(x, Integral) and not isinstance(x, bool)
 

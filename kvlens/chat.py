@@ -259,7 +259,7 @@ def _named(section: _Section) -> str:
     return section.name or ("the question" if section.is_question else "the name of a document")
 
 
-def _checked(messages: Any) -> Messages:
+def _checked(messages: object) -> Messages:
     given = messages if isinstance(messages, Sequence) and len(messages) else [[messages]]  # one dict is no list of them
     return [_checked_message(i, message, len(given)) for i, message in enumerate(given, start=1)]
 
@@ -301,7 +301,7 @@ def _asking(message: str, name: str, question: str | None) -> tuple[_Section, ..
     return tuple(section for section in sections if section.text)
 
 
-def _text(what: str, value: Any) -> str:
+def _text(what: str, value: object) -> str:
     if not isinstance(value, str) or not value.strip():
         raise KVLensError(f"{what}: expected a string that is not empty, got {brief(value)}")
     return value
@@ -371,7 +371,7 @@ def text_tokens(model: KVModel, what: str, text: str, prepend_bos: bool, may_be_
 
 
 def one_sequence(
-    model: KVModel, what: str, tokens: Any, *, may_be_empty: bool = False, prepend_bos: bool = False
+    model: KVModel, what: str, tokens: object, *, may_be_empty: bool = False, prepend_bos: bool = False
 ) -> Int[Tensor, " pos"]:
     """Read ``tokens``, a string, a chat, or ids [pos] or [1, pos], as ids [pos] on the model's device.
 
@@ -403,7 +403,7 @@ def one_sequence(
     return tokens.to(model.cfg.device)
 
 
-def prompt_tokens(model: KVModel, prompt: Any) -> Int[Tensor, " pos"]:
+def prompt_tokens(model: KVModel, prompt: object) -> Int[Tensor, " pos"]:
     """The tokens of one prompt: a string, a :class:`Chat`, a list of messages, or tokens [pos] or [1, pos].
 
     A string gets a BOS by the model's default, unless it begins with one or a bias is attached; a chat has what its template
@@ -415,7 +415,7 @@ def prompt_tokens(model: KVModel, prompt: Any) -> Int[Tensor, " pos"]:
     return one_sequence(model, "prompt", prompt, prepend_bos=model.prepends_bos and model.attached_kv_bias is None)
 
 
-def prompt_units(model: KVModel, prompt: Any, by: By = "sentence") -> list[Unit]:
+def prompt_units(model: KVModel, prompt: object, by: By = "sentence") -> list[Unit]:
     """What can be taken out of a prompt, in order. BOS, the marks of a chat's template and its question are in no unit.
 
     Args:
@@ -430,7 +430,7 @@ def prompt_units(model: KVModel, prompt: Any, by: By = "sentence") -> list[Unit]
     return cut(model, prompt_layout(model, prompt), by)
 
 
-def prompt_layout(model: KVModel, prompt: Any) -> Layout:
+def prompt_layout(model: KVModel, prompt: object) -> Layout:
     """A prompt before it is cut."""
     prompt = as_prompt(prompt)
     return prompt.layout(model) if isinstance(prompt, Chat) else layout_of_tokens(model, prompt_tokens(model, prompt))

@@ -1,7 +1,5 @@
 """The dtypes that a model's weights can have, given as torch dtypes or by name."""
 
-from typing import Any
-
 import torch
 
 from kvlens.errors import KVLensError, nearest
@@ -9,7 +7,7 @@ from kvlens.errors import KVLensError, nearest
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 
 
-def is_dtype(value: Any) -> bool:
+def is_dtype(value: object) -> bool:
     """Whether ``value`` is a dtype, or the name of a supported one, rather than a device."""
     return isinstance(value, torch.dtype) or (isinstance(value, str) and value.removeprefix("torch.") in DTYPES)
 
@@ -27,7 +25,7 @@ def check_holds(what: str, stored: torch.Tensor, tensor: torch.Tensor) -> None:
         )
 
 
-def dtype_of(value: Any, what: str = "dtype") -> torch.dtype:
+def dtype_of(value: object, what: str = "dtype") -> torch.dtype:
     """The floating dtype given as a torch dtype or by name.
 
     Raises:

@@ -4,7 +4,6 @@ import difflib
 import sys
 import warnings
 from collections.abc import Iterable
-from typing import Any
 
 BETWEEN = ("kvlens.", "transformer_lens.", "torch.", "contextlib.", "tqdm.", "jaxtyping.", "beartype.")
 """The packages that stand between a caller and what is found deep inside."""
@@ -52,7 +51,7 @@ def warn(message: str) -> None:
     warnings.warn(message, stacklevel=level)
 
 
-def brief(value: Any) -> str:
+def brief(value: object) -> str:
     """A short description of a value, for a message."""
     shape = getattr(value, "shape", None)
     if isinstance(shape, tuple) and shape:

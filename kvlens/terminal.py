@@ -61,7 +61,7 @@ def plain_warnings() -> Iterator[None]:
     """Inside, a warning is one line on stderr, once, without the line of code that caused it."""
     told: set[str] = set()
 
-    def show(message: Warning | str, *where: Any, **more: Any) -> None:
+    def show(message: Warning | str, *where: object, **more: object) -> None:
         if is_new(str(message), told):
             print(f"warning: {visible(' '.join(str(message).split()))}", file=sys.stderr)
 
@@ -143,7 +143,7 @@ def sigterm_as_interrupt() -> Iterator[None]:
         yield
         return
 
-    def stop(signum: int, frame: Any) -> NoReturn:
+    def stop(signum: int, frame: object) -> NoReturn:
         raise Terminated
 
     before = signal.signal(signal.SIGTERM, stop)

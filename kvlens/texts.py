@@ -14,7 +14,7 @@ whole text it returns what the tokenizer decodes.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
@@ -46,7 +46,7 @@ def with_white_space_shown(text: str) -> str:
 
 
 @checked
-def token_texts(model: Any, tokens: Int[Tensor, " pos"]) -> list[str]:
+def token_texts(model: KVModel, tokens: Int[Tensor, " pos"]) -> list[str]:
     """Each token of a text as text, as described in the module; its id if the model has no tokenizer.
 
     Args:

@@ -91,7 +91,7 @@ def find_tokenizer(
     return with_bos_in_front(tokenizer, cfg.tokenizer_name, cfg.original_architecture)
 
 
-def read_tokenizer(folder: str | Path, **options: Any) -> PreTrainedTokenizerBase:
+def read_tokenizer(folder: str | Path, **options: object) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder. Code that comes with it is not run, and nothing is fetched.
 
     Args:

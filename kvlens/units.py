@@ -211,7 +211,7 @@ def _no_unit(layout: Layout) -> str:
     return "by: the prompt has nothing but BOS, and no unit to take away; give a longer prompt, or other ranges"
 
 
-def _checked_ranges(spans: Any, n_tokens: int, first: int) -> list[Span]:
+def _checked_ranges(spans: object, n_tokens: int, first: int) -> list[Span]:
     ranges = checked_spans("by", spans, n_tokens)
     if ranges and ranges[0][0] < first:
         raise KVLensError(f"by: the range {ranges[0]!r} holds BOS, which is never removed; begin at {first}")

@@ -174,7 +174,7 @@ def _log_p(logits: Float[Tensor, "row n_last d_vocab"], tokens: Int[Tensor, " n_
 
 
 def answer_and_rival(
-    model: KVModel, answer: Any, rival: Any, n: int | None = None
+    model: KVModel, answer: object, rival: object, n: int | None = None
 ) -> tuple[Int[Tensor, " answer_pos"], Int[Tensor, " rival_pos"] | None]:
     """The tokens of both, or their first ``n``; KVLensError where they are the same: their difference would be zero."""
     own = answer_tokens(model, "answer", answer)[:n]
@@ -184,7 +184,7 @@ def answer_and_rival(
     return own, other
 
 
-def answer_tokens(model: KVModel, what: str, given: Any) -> Int[Tensor, " answer_pos"]:
+def answer_tokens(model: KVModel, what: str, given: object) -> Int[Tensor, " answer_pos"]:
     """An answer as token ids; a string is tokenized as it is, blanks in front included."""
     numbers = [given] if isinstance(given, int) else given  # a line of a batch has a list
     if isinstance(numbers, list) and all(type(number) is int for number in numbers):

@@ -119,7 +119,7 @@ def survey(path: Path, text: str | None = None, fields: Collection[str] = ()) ->
     return Survey(len(seen), tuple(bad), hasher.hexdigest(), {name: _dtype(own[name], len(seen)) for name in own})
 
 
-def _kind(value: Any) -> list[str]:
+def _kind(value: object) -> list[str]:
     """The kind of a field's value; none of null."""
     if isinstance(value, int) and not isinstance(value, bool):
         return ["int" if abs(value) <= 2**53 else "long" if -(2**63) <= value < 2**63 else "json"]  # exact as float, or int64
@@ -131,7 +131,7 @@ def _dtype(kinds: Counter[str], n_records: int) -> str:
     return whole if kinds.total() == n_records else with_missing
 
 
-def own_value(value: Any, dtype: str) -> Any:
+def own_value(value: object, dtype: str) -> Any:
     """The value of a record's own field in a column of that dtype; None where it is missing."""
     fits = dtype != "str" or value is None or isinstance(value, str)
     return value if fits else json.dumps(value, ensure_ascii=False)

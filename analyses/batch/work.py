@@ -106,7 +106,7 @@ def load_analysis(name: str, folder: str | None = None) -> "Analysis":
     return held[attribute]
 
 
-def _declared(value: Any) -> "Analysis | None":
+def _declared(value: object) -> "Analysis | None":
     """The declaration of a decorated function, or an `Analysis` itself."""
     from ..declaration import Analysis  # imports torch
 

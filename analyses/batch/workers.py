@@ -167,7 +167,7 @@ class Spawned:
     Each has an executor of its own: one that breaks does not say which of its processes died.
     """
 
-    def __init__(self, *given: Any):
+    def __init__(self, *given: object):
         self._given = given
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), end_with_parent)
 

@@ -410,7 +410,7 @@ def _clean_run(
         return _values(metric, text_logits(model, None, text)[None])[0], sources
 
 
-def _keep(into: dict[Any, Tensor], key: Any, x: Tensor, hook: Any) -> None:
+def _keep(into: dict[Any, Tensor], key: object, x: Tensor, hook: object) -> None:
     into[key] = x.clone()
 
 
@@ -440,7 +440,7 @@ def _setter(mask: Bool[Tensor, "row head"], source: Tensor, axis: int) -> Callab
         shape[0] = mask.shape[0]
     mask = mask.reshape(shape)
 
-    def patch(x: Tensor, hook: Any) -> Tensor:
+    def patch(x: Tensor, hook: object) -> Tensor:
         return torch.where(mask.to(x.device), source.to(x), x)
 
     return patch

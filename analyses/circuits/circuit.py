@@ -279,18 +279,22 @@ class Circuit:
         frames = {"nodes": self.nodes[self.nodes["kept"]], "edges": self.edges[self.edges["kept"]], "faithfulness": found.table}
         written = {
             "model": self.model.cfg.model_name,
-            "pairs": [self.texts(pairs, i)._asdict() for pairs in self.batches for i in range(len(pairs.clean))],
+            "pairs": [
+                dict(zip(("clean", "corrupted"), self.texts(pairs, i), strict=True))
+                for pairs in self.batches
+                for i in range(len(pairs.clean))
+            ],
             "clean": found.clean,
             "corrupted": found.corrupted,
             **{name: frame.astype(object).where(frame.notna(), None).to_dict("records") for name, frame in frames.items()},
         }
         return json.dumps(written, allow_nan=False, indent=1)
 
-    def texts(self, pairs: Pairs, i: int) -> "PairTexts":
+    def texts(self, pairs: Pairs, i: int) -> tuple[list[str], list[str | None]]:
         """The tokens of one pair as text; None in the corrupted prompt for those that are hidden."""
         clean, corrupted = (token_texts(self.model, of[i]) for of in (pairs.clean, pairs.corrupted))
         hidden = [False] * len(clean) if pairs.hidden is None else pairs.hidden[i].tolist()
-        return PairTexts(clean, [None if out else text for text, out in zip(corrupted, hidden, strict=True)])
+        return clean, [None if out else text for text, out in zip(corrupted, hidden, strict=True)]
 
     def n_units(self, by: Counted) -> int:
         """All edges, or all heads and MLPs."""
@@ -329,13 +333,6 @@ class Circuit:
                 found[key] = pairs.value(ran.logits(pairs.clean, pairs.n_last)).double().cpu()
         own = torch.stack([found[key] for key in keys])
         return own if pairs.rivals is None else own - self._measured(pairs.rivals, circuits, in_prompt)
-
-
-class PairTexts(NamedTuple):
-    """The tokens of a clean prompt and of its corrupted one as text."""
-
-    clean: list[str]
-    corrupted: list[str | None]
 
 
 class AtSizes(NamedTuple):

@@ -77,13 +77,13 @@ class _Case(NamedTuple):
 def read_pairs(
     model: KVModel,
     graph: Graph,
-    prompt: Any,
-    corrupted: Any = None,
+    prompt: object,
+    corrupted: object = None,
     metric: CircuitMetric | None = None,
     *,
-    text: Any = None,
-    answer: Any = None,
-    rival: Any = None,
+    text: object = None,
+    answer: object = None,
+    rival: object = None,
     without: By | Sequence[By] | None = None,
 ) -> list[Pairs]:
     """Pairs of prompts in batches of one length, as many at once as fit.
@@ -109,7 +109,7 @@ def read_pairs(
     return _batches(asked, 2 * NUMBERS_PER_PASS // numbers)
 
 
-def _cases(model: KVModel, prompt: Any, corrupted: Any, text: Any, without: Any) -> tuple[list[_Case], bool]:
+def _cases(model: KVModel, prompt: object, corrupted: object, text: object, without: object) -> tuple[list[_Case], bool]:
     """All pairs, and whether several were given, if only by their form."""
     listed, many = _listed(prompt)
     clean = [prompt_sequence(model, "prompt", one) for one in listed]
@@ -146,7 +146,7 @@ def _each(listed: Sequence[Any], clean: Sequence[Tensor], without: Any) -> list[
     return list(zip(listed, clean, without if own else [without] * len(clean), strict=True))
 
 
-def _hidden(model: KVModel, prompt: Any, tokens: Int[Tensor, " pos"], by: By) -> Bool[Tensor, " pos"]:
+def _hidden(model: KVModel, prompt: object, tokens: Int[Tensor, " pos"], by: By) -> Bool[Tensor, " pos"]:
     layout = prompt_layout(model, prompt if isinstance(as_prompt(prompt), Chat) else tokens)
     return positions_of(cut(model, layout, by), len(tokens)).any(dim=0).to(tokens.device)
 
@@ -176,7 +176,7 @@ def _for_each(given: Any, n: int, many: bool) -> list[Any]:
 
 
 @torch.no_grad()
-def _asked(model: KVModel, case: _Case, answer: Any, rival: Any) -> _Case:
+def _asked(model: KVModel, case: _Case, answer: object, rival: object) -> _Case:
     """The same with the tokens of answer and rival; without an answer with the most probable next one."""
     if answer is None:
         answer = model.logits_on(case.clean[None], 1)[0, -1].argmax()

@@ -142,7 +142,7 @@ def replace_heads(model: KVModel, layer: int, heads: Tensor, other: Tensor) -> l
     for name, n_heads in head_hooks(model, layer, "hook_z").items():
         rows = ((heads >= first) & (heads < first + n_heads)).nonzero()[:, 0]
 
-        def replace(z: Tensor, hook: Any, rows: Tensor = rows, first: int = first, n_heads: int = n_heads) -> Tensor:
+        def replace(z: Tensor, hook: object, rows: Tensor = rows, first: int = first, n_heads: int = n_heads) -> Tensor:
             replaced = _by_head(z, n_heads).clone()
             replaced[rows, :, heads[rows] - first] = other[rows, :, : replaced.shape[-1]]
             return replaced.reshape(z.shape)

@@ -309,7 +309,7 @@ def _logits(
         change = change if read.gate is None else change * read.gate
         point, n_heads = next(iter(head_hooks(model, read.layer, "hook_z").items()))
 
-        def put(z: Tensor, hook: Any) -> Tensor:
+        def put(z: Tensor, hook: object) -> Tensor:
             by_head = z.reshape(*z.shape[:2], n_heads, -1).clone()
             by_head[:, :, read.head] += change.to(z)
             return by_head.reshape(z.shape)

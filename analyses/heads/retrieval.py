@@ -77,7 +77,7 @@ OF_RECORD = {
 """The fields of a record that make a case: the document, the question, the answer and the needle."""
 
 
-def case_of(prompt: Any, text: Any, answer: Any, without: Any) -> Case:
+def case_of(prompt: object, text: object, answer: object, without: object) -> Case:
     """The case of a record."""
     return (prompt, text, answer) if without is None else (prompt, text, answer, without)
 
@@ -194,7 +194,9 @@ def _strongest(model: KVModel, tokens: Int[Tensor, " pos"], queries: Int[Tensor,
     cost="one pass over each case",
     inputs=OF_RECORD,
 )
-def _of_record(model: KVModel, prompt: Any, text: Tensor | None = None, *, answer: Any, without: Any = None) -> pd.DataFrame:
+def _of_record(
+    model: KVModel, prompt: object, text: Tensor | None = None, *, answer: object, without: object = None
+) -> pd.DataFrame:
     """:func:`retrieval_heads` on one case, without an interval."""
     return retrieval_heads(model, [case_of(prompt, text, answer, without)])
 

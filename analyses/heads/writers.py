@@ -149,7 +149,7 @@ def _observe(stack: ExitStack, part: Any, see: Any) -> None:
         return
     seen: dict[tuple[int, str], Tensor] = {}
 
-    def last(module: nn.Module, args: Any, v: Tensor) -> None:
+    def last(module: nn.Module, args: object, v: Tensor) -> None:
         see(seen[part.layer, "q"], seen[part.layer, "k"].transpose(1, 2), v.transpose(1, 2))
 
     for handle in (*part.observe(seen, "qk"), part.values.register_forward_hook(last)):
@@ -165,7 +165,7 @@ def _norms_in(module: nn.Module) -> Iterator[nn.Module]:
             yield from _norms_in(child)
 
 
-def _is_cache(x: Any) -> bool:
+def _is_cache(x: object) -> bool:
     return hasattr(x, "get_seq_length")
 
 
@@ -272,7 +272,7 @@ class HeadByWriter:
 
 
 def head_by_writer(
-    model: KVModel, prompt: Any, text: Any, layer: int | None, head: int | None, query: TokenOfText
+    model: KVModel, prompt: object, text: object, layer: int | None, head: int | None, query: TokenOfText
 ) -> HeadByWriter:
     """Read prompt and text once, and split what a head reads at one token.
 
@@ -421,7 +421,7 @@ def _pass(model: KVModel, tokens: Int[Tensor, " pos"], layer: int, part: Any) ->
         for name in {"scores", "pattern", "gate"} & set(points):
             point, form = points[name]
 
-            def see(_: nn.Module, args: Any, x: Tensor, name: str = name, form: Any = form) -> None:
+            def see(_: nn.Module, args: object, x: Tensor, name: str = name, form: Any = form) -> None:
                 seen[name] = (x if form is None else form(x))[0].double()
 
             stack.callback(point.register_forward_hook(see).remove)

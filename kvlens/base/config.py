@@ -239,7 +239,7 @@ class HookedTransformerConfig:
             made[layer] = own
         return made[layer]
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
         for own in self.__dict__.get("_of_layers", {}).values():
             setattr(own, name, value)

@@ -5,7 +5,7 @@ and methods, and for the same weights the same numbers up to the order of sums. 
 caches of activations, the decode cache, weight processing and sampling.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -28,7 +28,7 @@ from kvlens.base.config import HookedTransformerConfig
 from kvlens.base.layers import MLP, Embed, GatedMLP, MoE, Norm, PosEmbed, Unembed, final_norm
 from kvlens.base.text import HasText
 from kvlens.base.weights import HasWeights
-from kvlens.checks import ensure, one_of
+from kvlens.checks import ensure
 from kvlens.dtypes import dtype_of, is_dtype
 from kvlens.errors import KVLensError, check_known
 
@@ -65,7 +65,7 @@ class TransformerBlock(nn.Module):
             self.hook_resid_mid = HookPoint()
         self.hook_resid_post = HookPoint()
 
-    def build_attention(self, cfg: Any, attn_type: str, layer: int) -> Attention:
+    def build_attention(self, cfg: HookedTransformerConfig, attn_type: str, layer: int) -> Attention:
         """The attention of this layer."""
         kind = Attention if cfg.n_key_value_heads is None else GroupedQueryAttention
         return kind(cfg, attn_type, layer)
@@ -142,7 +142,7 @@ class TransformerBlock(nn.Module):
         return resid if self.norms_follow else self.ln2(resid)
 
 
-RETURNS = ("logits", "loss", "both", None)
+RETURNS = Literal["logits", "loss", "both"] | None
 DATASETS = {"neel": "c4_code", "GPT2LMHeadModel": "openwebtext"} | dict.fromkeys(
     ("neel-solu-old", "GPTNeoForCausalLM", "GPTNeoXForCausalLM", "GPTJForCausalLM", "OPTForCausalLM"), "pile"
 )
@@ -210,7 +210,7 @@ class HookedTransformer(HasText, HasWeights):
         """A new layer."""
         return TransformerBlock(self.cfg, layer)
 
-    def check_hooks_to_add(self, hook_point: Any, hook_point_name: str, *args: Any, **kwargs: Any) -> None:
+    def check_hooks_to_add(self, hook_point: object, hook_point_name: str, *args: object, **kwargs: object) -> None:
         """Raise KVLensError for a hook point that the configuration keeps from firing."""
         setting = ON_REQUEST.get(hook_point_name.rpartition(".")[2])
         if setting is not None and not getattr(self.cfg, setting):
@@ -239,7 +239,7 @@ class HookedTransformer(HasText, HasWeights):
         attention_mask: Tensor | None = None,
         tokens: Tensor | None = None,
         return_shortformer_pos_embed: bool = True,
-        device: Any = None,
+        device: torch.device | str | None = None,
     ) -> Any:
         """The stream before the first layer, from embeddings at positions from ``pos_offset`` on.
 
@@ -309,7 +309,7 @@ class HookedTransformer(HasText, HasWeights):
             past_kv_cache: a decode cache, or behind ``start_at_layer`` its entry of each layer; new keys and values are stored
                 in it unless it is frozen.
         """
-        ensure("forward: return_type", one_of(RETURNS), return_type)
+        ensure("forward: return_type", RETURNS, return_type)
         if start_at_layer is None:
             read = self.input_to_embed(input, prepend_bos, padding_side, attention_mask, past_kv_cache)
             residual, tokens, shortformer_pos_embed, attention_mask = read
@@ -332,6 +332,8 @@ class HookedTransformer(HasText, HasWeights):
         logits = apply_softcap(self.unembed(residual), self.cfg.output_logits_soft_cap)
         if return_type == "logits":
             return logits
+        if tokens is None:
+            raise KVLensError("forward: a loss needs the tokens: with start_at_layer, pass tokens=")
         loss = self.loss_fn(logits, tokens, attention_mask, per_token=loss_per_token)
         return loss if return_type == "loss" else Output(logits, loss)
 
@@ -346,7 +348,7 @@ class HookedTransformer(HasText, HasWeights):
         return lm_cross_entropy_loss(logits, tokens.to(logits.device), attention_mask, per_token)
 
     def run_with_cache(
-        self, *model_args: Any, return_cache_object: bool = True, remove_batch_dim: bool = False, **kwargs: Any
+        self, *model_args: object, return_cache_object: bool = True, remove_batch_dim: bool = False, **kwargs: object
     ) -> tuple[Any, Any]:
         """A pass and its activations, as an ``ActivationCache`` or, with ``return_cache_object=False``, a dict."""
         out, cache = HookedRootModule.run_with_cache(self, *model_args, remove_batch_dim=remove_batch_dim, **kwargs)
@@ -408,7 +410,7 @@ class HookedTransformer(HasText, HasWeights):
         """:meth:`to` Apple's GPU."""
         return self.to(torch.device("mps"))
 
-    def load_sample_training_dataset(self, **kwargs: Any) -> Any:
+    def load_sample_training_dataset(self, **kwargs: object) -> Any:
         """10,000 to 20,000 texts like those that a public model was trained on, downloaded; kept as ``dataset``."""
         self.dataset = get_dataset(DATASETS[self.cfg.original_architecture], **kwargs)
         return self.dataset

@@ -125,7 +125,7 @@ class HasText(HookedRootModule):
             tokens = get_tokens_with_bos_removed(tokenizer, tokens, side)
         return tokens.to(self.cfg.device) if move_to_device else tokens
 
-    def to_string(self, tokens: Any) -> str | list[str]:
+    def to_string(self, tokens: object) -> str | list[str]:
         """The text of tokens [pos], or one text per row of [batch, pos]; lists and arrays too."""
         tokens = tokens if isinstance(tokens, Tensor) else torch.as_tensor(np.asarray(tokens))
         check_tokenizer("to_string", self)
@@ -135,7 +135,7 @@ class HasText(HookedRootModule):
 
     def to_str_tokens(
         self,
-        input: Any,  # noqa: A002
+        input: object,  # noqa: A002
         prepend_bos: bool | None = USE_DEFAULT_VALUE,
         padding_side: str | None = USE_DEFAULT_VALUE,
     ) -> Any:
@@ -206,7 +206,7 @@ class HasText(HookedRootModule):
         padding_side: str | None = USE_DEFAULT_VALUE,
         return_type: str | None = "input",
         verbose: bool = True,
-        **generation_kwargs: Any,
+        **generation_kwargs: object,
     ) -> Any:
         """Continue a text.
 
@@ -377,7 +377,7 @@ class HasText(HookedRootModule):
         return torch.tensor(several, device=self.cfg.device), filler
 
 
-def _kind_of(given: Any) -> str:
+def _kind_of(given: object) -> str:
     if isinstance(given, str) or (isinstance(given, list) and given and all(isinstance(text, str) for text in given)):
         return "text"
     if isinstance(given, Tensor) and given.dim() in (2, 3):

@@ -111,7 +111,7 @@ class _LengthOfAttention(MiniMaxCache):
         return length, offset
 
 
-def _measured_by_attention(first: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+def _measured_by_attention(first: int, module: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
     """Before a pass: the length of a text is that in the cache of layer ``first``."""
     cache: Any = cache_among(kwargs)
     if cache.__class__ is MiniMaxCache:

@@ -65,7 +65,7 @@ class KVTransformerBridge(TransformerBridge):
 
     @classmethod
     def boot_transformers(  # type: ignore[override]
-        cls, model_name: str | Path | PreTrainedModel, *args: Any, verify: bool | None = None, **options: Any
+        cls, model_name: str | Path | PreTrainedModel, *args: object, verify: bool | None = None, **options: object
     ) -> "KVTransformerBridge":
         """As TransformerLens'.
 
@@ -93,7 +93,7 @@ class KVTransformerBridge(TransformerBridge):
         cls,
         name: str = "facts-hybrid",
         *,
-        device: Any = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | str | None = None,
         verify: bool | None = None,
     ) -> "KVTransformerBridge":
@@ -227,7 +227,7 @@ class KVTransformerBridge(TransformerBridge):
         self.__dict__["_pass_handles"] = [handle for part in parts for handle in part.join(bias, positions)]
         return args, {**kwargs, "position_ids": behind.expand(batch, -1)}
 
-    def _after_pass(self, *of_pass: Any) -> None:
+    def _after_pass(self, *of_pass: object) -> None:
         """Take the bias out of every layer; after a pass that came to its end, raise KVLensError unless each has read it."""
         handles: list[RemovableHandle] = self.__dict__["_pass_handles"]
         while handles:
@@ -241,7 +241,7 @@ class KVTransformerBridge(TransformerBridge):
                 "it in another way than the bridge's components do. Undo what replaced it, or detach the bias"
             )
 
-    def _check_logits(self, module: Any, args: Any, output: Any) -> None:
+    def _check_logits(self, module: Any, args: object, output: Any) -> None:
         """Raise KVLensError where a pass in float16 left that dtype's range: its logits are then NaN."""
         if bool(output.logits.isnan().any()):
             raise KVLensError(
@@ -257,7 +257,7 @@ class KVTransformerBridge(TransformerBridge):
                 "shorten the text, or convert a shorter prompt"
             )
 
-    def process_weights(self, *args: Any, **kwargs: Any) -> None:
+    def process_weights(self, *args: object, **kwargs: object) -> None:
         """As in TransformerLens. A bias from before does not fit any more: convert the prompt again.
 
         Raises:
@@ -267,7 +267,7 @@ class KVTransformerBridge(TransformerBridge):
         super().process_weights(*args, **kwargs)
         check_processed(self, before)
 
-    def to_tokens(self, input: str | list[str], prepend_bos: bool | None = None, *args: Any, **kwargs: Any) -> Tensor:  # noqa: A002
+    def to_tokens(self, input: str | list[str], prepend_bos: bool | None = None, *args: object, **kwargs: object) -> Tensor:  # noqa: A002
         """As in TransformerLens, but BOS is put once before a text that begins with it; warns of words that are not known."""
         wanted = getattr(self.cfg, "default_prepend_bos", True) if prepend_bos is None else prepend_bos
         read = without_own_bos(self.tokenizer, input) if wanted and self.tokenizer is not None else input
@@ -346,11 +346,11 @@ class KVTransformerBridge(TransformerBridge):
     def _attention(self) -> list[SoftmaxLayer]:
         return [part for part in self.__dict__["_parts"] if isinstance(part, SoftmaxLayer)]
 
-    def read(self, tokens: Int[Tensor, "batch pos"], **options: Any) -> None:
+    def read(self, tokens: Int[Tensor, "batch pos"], **options: object) -> None:
         """A pass for what its hooks see."""
         self(tokens, return_type=None, use_cache=False, **options)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         """As in TransformerLens; with ``return_type=None`` logits are computed at the last position alone, unless hooked."""
         given = _given(TransformerBridge.forward, self, args, kwargs)
         self._check_pass(given)
@@ -433,7 +433,7 @@ class KVTransformerBridge(TransformerBridge):
             point.name = name
             self._hook_registry[name] = point
 
-    def run_with_cache(self, *args: Any, **kwargs: Any) -> Any:
+    def run_with_cache(self, *args: object, **kwargs: object) -> Any:
         """Behaves as in TransformerLens; ``names_filter`` must name hook points that exist."""
         given = _given(TransformerBridge.run_with_cache, self, args, kwargs)
         check_input(self, given["input"], None, None)  # which TransformerLens reads before the pass
@@ -442,12 +442,12 @@ class KVTransformerBridge(TransformerBridge):
         given["names_filter"] = list(names) if isinstance(names, tuple) else names  # TransformerLens reads lists alone
         return super().run_with_cache(**given)
 
-    def run_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
+    def run_with_hooks(self, *args: object, **kwargs: object) -> Any:
         """Behaves as in TransformerLens; hooks must name hook points that exist."""
         self._check_hooks(_given(TransformerBridge.run_with_hooks, self, args, kwargs))
         return super().run_with_hooks(*args, **kwargs)
 
-    def hooks(self, *args: Any, **kwargs: Any) -> Any:
+    def hooks(self, *args: object, **kwargs: object) -> Any:
         """Behaves as in TransformerLens; hooks must name hook points that exist."""
         self._check_hooks(_given(TransformerBridge.hooks, self, args, kwargs))
         return super().hooks(*args, **kwargs)

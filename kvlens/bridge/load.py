@@ -105,7 +105,7 @@ def _built(model: PreTrainedModel, config: Any, tokenizer: Any, name: str) -> Tr
     return _NotScanned(model, adapter, tokenizer, driver=driver)
 
 
-def loaded(source: str | Path, *args: Any, verify: bool = True, **options: Any) -> Loaded:
+def loaded(source: str | Path, *args: object, verify: bool = True, **options: object) -> Loaded:
     """A bridge to the model in a folder, or of a name on the hub; without a tokenizer, of token ids.
 
     Args:

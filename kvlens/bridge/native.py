@@ -64,7 +64,7 @@ def hooked_attention(
     attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
-    **others: Any,
+    **others: object,
 ) -> tuple[Float[Tensor, "batch pos head d_head"], None]:
     """Transformers' eager attention with hook points; what a cache brings is not hooked again.
 

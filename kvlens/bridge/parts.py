@@ -325,7 +325,7 @@ def _norms_of(block: Any) -> Norms:
     return Norms(before, behind, _first_of(held, BEFORE_MLP) or before)
 
 
-def _first_of(held: Any, names: Sequence[str]) -> nn.Module | None:
+def _first_of(held: object, names: Sequence[str]) -> nn.Module | None:
     return next((getattr(held, name) for name in names if hasattr(held, name)), None)
 
 

@@ -74,10 +74,10 @@ class RecurrentLayer(Part):
         The state continues the bias as changed by hooks.
         """
 
-        def see_bias(module: Any, args: Any, b_kv: Tensor) -> None:
+        def see_bias(module: Any, args: object, b_kv: Tensor) -> None:
             seen[self.layer, "b_kv"] = b_kv
 
-        def see_state(module: Any, args: Any, output: tuple[Tensor, RecurrentState]) -> None:
+        def see_state(module: Any, args: object, output: tuple[Tensor, RecurrentState]) -> None:
             after, n = output[1], output[0].shape[0]
             total = after._replace(b_kv=seen.pop((self.layer, "b_kv"), None)).total()
             assert total is not None
@@ -117,7 +117,7 @@ class RecurrentLayer(Part):
             return torch.zeros(0, 1, len(weights), dtype=weights.dtype, device=weights.device)
         return rearrange(weights, "model (head d_v) -> head d_v model", head=self.mixer.n_heads)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: Any) -> Any:
         """The component's forward pass."""
         cache = cache_among(kwargs)
         states = getattr(cache, STATES, None) or {}

@@ -410,7 +410,7 @@ class _Cache(NamedTuple):
     layer: SoftmaxLayer
     cache: Any
 
-    def update(self, k: Tensor, v: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         k, v = self.layer.keys(k), self.layer.values(v)
         k, v = (k, v) if self.cache is None else self.cache.update(k, v, *args, **kwargs)
         return self.layer.extended(k, v)

@@ -180,8 +180,6 @@ def given_prompt_and_text(args: argparse.Namespace) -> "tuple[str | Chat, str | 
         KVLensError: only one of them, an empty one, one given both as argument and as file, a file that cannot be read.
     """
     chat = given_chat(args) if hasattr(args, "messages") else None
-    if args.prompt_file == args.text_file == "-":
-        raise KVLensError("--prompt-file and --text-file are both -; only one can be read from standard input")
     prompt = chat or _given(args.prompt, args.prompt_file, "prompt")
     text = _given(args.text, args.text_file, "text")
     if prompt is None and text is None:

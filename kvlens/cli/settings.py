@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 from kvlens.arguments import check_device, path_of
 from kvlens.checks import Within, ensure, from_fields
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, check_known
 from kvlens.files import work_on
 from kvlens.terminal import how_it_ended, terminal_width, visible
 
@@ -182,10 +182,7 @@ def _reproduce(args: argparse.Namespace) -> int:
         return 0
     if not args.all:
         experiment = find_experiment(args.name)
-        if args.scale not in experiment.scales:
-            raise KVLensError(
-                f"--scale: {experiment.name} has the scales {', '.join(experiment.scales)}; change one with --set"
-            )
+        check_known(f"--scale: of {experiment.name}, none", args.scale, experiment.scales)
         experiment = _with_settings(experiment, args, settings)
         _run(experiment, args, path_of("--out", f"{args.name}-{args.scale}" if args.out is None else args.out))
         return 0
@@ -268,5 +265,5 @@ def _sample(comparison: dict[str, Any]) -> Iterator[str]:
         yield f"a mean {sample['detectable']:.3g} away from it would have been found in 80 % of such experiments"
 
 
-def _number(value: Any) -> str:
+def _number(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -36,7 +36,7 @@ class Remembered(Generic[Computed]):
     def __reduce__(self) -> Any:
         return Remembered, ()
 
-    def of(self, make: Callable[[], Computed], *tensors: Tensor, under: Any = None) -> Computed:
+    def of(self, make: Callable[[], Computed], *tensors: Tensor, under: object = None) -> Computed:
         """``make()``, or what it gave when these tensors and ``under`` were the same."""
         if any(x.requires_grad or x.is_inference() for x in tensors):
             return make()
@@ -118,7 +118,7 @@ class LayerBias(NamedTuple):
         """``part`` as :meth:`through_hooks` gave it, as further keys of a softmax; None where that cannot express it."""
         return self.extra.of(partial(part.extra, dtype), *part.tensors().values(), under=(part.b_kv.device, dtype))
 
-    def through_hooks(self, points: Any, n_heads: int, device: torch.device, dtype: torch.dtype) -> Features:
+    def through_hooks(self, points: object, n_heads: int, device: torch.device, dtype: torch.dtype) -> Features:
         """The part of softmax attention as the hooks on ``points`` leave it, with b_kv and b_d in ``dtype``.
 
         A part that no hook changed is returned with the rows and the scale in which it is stored, and reads as without hooks.

@@ -80,7 +80,7 @@ def convert_prompt(
     on_progress: Callable[[float], None] | None = None,
     method: str | ConversionMethod = "exact",
     verbose: bool = True,
-    **options: Any,
+    **options: object,
 ) -> KVBias:
     """Turn a prompt into the bias that replaces it, at the cost of one forward pass over it.
 
@@ -161,11 +161,6 @@ def convert_prompt(
         fingerprint = model.fingerprint() if initial is None else initial.fingerprint  # attaching `initial` compared it
         if old is not None:
             old.fingerprint.check(fingerprint, "convert_prompt: the bias to continue from no longer fits")
-        if old is not None and old.batch_size not in (None, 1, tokens.tokens.shape[0]):
-            raise KVLensError(
-                f"convert_prompt: the bias to continue from holds {old.batch_size} prompts, this prompt "
-                f"{tokens.tokens.shape[0]}: give one row per prompt, or continue from one (select_prompt)"
-            )
         _warn_of_length(model, tokens, old)
         if is_softmax:
             bar = _bar(verbose, on_progress)
@@ -356,7 +351,7 @@ def _on_top_of(old: KVBias, new: KVBias) -> KVBias:
     return dataclasses.replace(continued(old, new), record=of_sum([before, new.fit], step))
 
 
-def _with_recall(model: KVModel, prompt: Any, tokens: PromptBatch, whole: KVBias, bias: KVBias) -> KVBias:
+def _with_recall(model: KVModel, prompt: object, tokens: PromptBatch, whole: KVBias, bias: KVBias) -> KVBias:
     """The bias of one prompt, given as text or as a chat, with its recall in the record."""
     fit, prompt, began = bias.fit, as_prompt(prompt), time.perf_counter()
     if fit is None or bias.batch_size is not None or not isinstance(prompt, str | Chat):

@@ -108,11 +108,11 @@ def effects_on_logits(
     """
     parts, added, gates = attention_parts(model), [], {}
 
-    def with_leaf(module: Any, args: Any, z: Tensor) -> Tensor:
+    def with_leaf(module: Any, args: object, z: Tensor) -> Tensor:
         added.append(torch.zeros_like(z, requires_grad=True))
         return z + added[-1]
 
-    def see_gate(layer: int, module: Any, args: Any, gate: Tensor) -> None:
+    def see_gate(layer: int, module: Any, args: object, gate: Tensor) -> None:
         gates[layer] = gate.detach()
 
     with torch.inference_mode(False), torch.enable_grad(), model.holding(bias), ExitStack() as stack:

@@ -7,7 +7,7 @@ and with neither. :mod:`kvlens.kv_bias.fit` defines the recall, which takes as m
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -163,14 +163,14 @@ def lead_of(model: KVModel, layout: Layout) -> str:
     return "" if layout.tokens[-len(ids) :].tolist() == ids else lead
 
 
-def _said(model: KVModel, lead: str, sentence: str, room: int | None, device: Any) -> Said:
+def _said(model: KVModel, lead: str, sentence: str, room: int | None, device: torch.device | str | None) -> Said:
     ids = [model.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (lead, sentence)]
     ids[1] = ids[1][:room]
     return Said(*(torch.tensor(each, dtype=torch.long, device=device) for each in ids))
 
 
 def _read(
-    model: Any, said: Sequence[Said], attached: KVBias | None, base: Int[Tensor, " base_pos"]
+    model: KVModel, said: Sequence[Said], attached: KVBias | None, base: Int[Tensor, " base_pos"]
 ) -> list[tuple[Float[Tensor, " pos"], Tensor]]:
     """Of each token of the sentences the log-probability, and whether it is the first choice; 0 and True for a first one."""
     rows = [torch.cat([one.lead, one.tokens]) for one in said]

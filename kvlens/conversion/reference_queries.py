@@ -103,11 +103,11 @@ def reference_text(
     return ReferenceText(seen, own[:, n_own:], own[0].numel())
 
 
-def _is(given: Any, word: str) -> bool:
+def _is(given: object, word: str) -> bool:
     return isinstance(given, str) and given == word
 
 
-def _read(model: ReadsPrompts, given: Any, batch: int, room: int) -> Texts:
+def _read(model: ReadsPrompts, given: object, batch: int, room: int) -> Texts:
     """Given texts: a string, tokens [pos] or [text, pos], or a list of strings, of tokens, or of pairs (question, answer)."""
     each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     rows = [row for one in each for row in _rows(model, one)]

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import Annotated
 
 import torch
 from huggingface_hub import cached_assets_path
@@ -29,7 +30,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from kvlens.checks import Count, checked
+from kvlens.checks import Count, Within, checked
 from kvlens.errors import KVLensError
 from kvlens.files import write_atomically
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
@@ -37,12 +38,13 @@ from kvlens.tokenizer import with_bos
 
 BOS_TOKEN, EOS_TOKEN, PAD_TOKEN = "<|bos|>", "<|eos|>", "<|pad|>"
 SPECIAL_TOKENS = {"bos_token": BOS_TOKEN, "eos_token": EOS_TOKEN, "pad_token": PAD_TOKEN}
-MIN_VOCAB_SIZE, MAX_VOCAB_SIZE = 256 + 3, 2**20
+VocabularySize = Annotated[int, Within(256 + 3, 2**20)]
+"""Of 256 bytes and 3 special tokens; tokenizers allocates memory for all at once, and may abort."""
 _NAME = "kvlens-byte-bpe"
 
 
 @checked
-def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrainedTokenizerFast:
+def train_bpe_tokenizer(texts: Iterable[str], vocab_size: VocabularySize = 1024) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer; equal texts give an equal tokenizer.
 
     Args:
@@ -55,13 +57,8 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrai
         every Hugging Face tokenizer, the spelling of a special token in a text is read as that token.
 
     Raises:
-        KVLensError: ``vocab_size`` is below 259, or above a million; ``texts`` is one string, empty, or has other values.
+        KVLensError: ``vocab_size`` is below 259, or above a million; ``texts`` is one string, or has other values.
     """
-    if not MIN_VOCAB_SIZE <= vocab_size <= MAX_VOCAB_SIZE:  # tokenizers allocates memory for all at once, and may abort
-        raise KVLensError(
-            f"train_bpe_tokenizer: vocab_size must be at least {MIN_VOCAB_SIZE} (256 bytes and 3 special tokens) and at most "
-            f"{MAX_VOCAB_SIZE}, got {vocab_size}"
-        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -72,17 +69,7 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int = 1024) -> PreTrai
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    n_texts = 0
-
-    def counted() -> Iterable[str]:
-        nonlocal n_texts
-        for text in texts:
-            n_texts += 1
-            yield text
-
-    tokenizer.train_from_iterator(counted(), trainer)
-    if n_texts == 0:
-        raise KVLensError("train_bpe_tokenizer: texts is empty; there is nothing to learn merges from")
+    tokenizer.train_from_iterator(texts, trainer)
     return restored_tokenizer(tokenizer)
 
 

@@ -53,7 +53,7 @@ class VariantSelfAttention(nn.Module):
         self.value_adapter = _adapter(plain.value, augmented, generator) if augmented is not None and augmented.values else None
 
     def forward(
-        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Compute what ``BertSelfAttention.forward`` does: [batch, pos, hidden] and the pattern [batch, head, pos, key_pos]."""
         q, k, v = (

@@ -15,7 +15,7 @@ demonstration, so W_0 is not what the head would compute without demonstrations.
 Source: DUAL th. 3.1, eq. 9; the regularized step eq. 12; the bound th. 3.2.
 """
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -299,7 +299,7 @@ class DualModel:
         return ops.pair_sums(self._tokens.log_kernel, self._tokens.values, self._tokens.log_normalizer, self._n)
 
 
-def _check_rates(eta: Any, alpha: Any) -> None:
+def _check_rates(eta: object, alpha: object) -> None:
     ensure("dual model: eta, the learning rate,", Annotated[float, Within(above=0)], eta)
     ensure("dual model: alpha", Finite, alpha)
 

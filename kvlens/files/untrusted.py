@@ -51,7 +51,7 @@ def check_regular_files(what: str, folder: Path) -> None:
             check_regular(what, entry)
 
 
-def file_in(what: str, folder: Path, name: Any) -> Path:
+def file_in(what: str, folder: Path, name: object) -> Path:
     """The path of a file that another file names.
 
     Raises:
@@ -87,7 +87,7 @@ def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def check_version(what: str, path: Path, found: Any, known: int) -> None:
+def check_version(what: str, path: Path, found: object, known: int) -> None:
     """Raise KVLensError unless a file's format version is the ``known`` one, which this kvlens writes."""
     text = str(found)
     if not (text.isdecimal() and text.isascii() and len(text) < 10):
@@ -127,7 +127,7 @@ def checksum_of_json(value: Mapping[str, Any]) -> str:
     return checksum(json.dumps({k: v for k, v in value.items() if k != "checksum"}, sort_keys=True))
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """``value`` as JSON types: tuples as lists, numpy's and torch's numbers as Python's, NaN and infinity as null."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}

@@ -159,7 +159,7 @@ class BiasLayer(DynamicLayer):
         self.lazy_initialization(keys, values)
         self.keys, self.values, self.n_positions, self.n_of_bias = keys, values, n_positions, keys.shape[-2]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """As Transformers' own: all keys and values, with those of new tokens behind them."""
         return super().update(F.pad(key_states, (0, N_COLUMNS)), value_states)
 
@@ -180,7 +180,7 @@ READ = (DynamicLayer, DynamicSlidingWindowLayer, BiasLayer)
 """What a cache's layers may be: classes derived from them hold rounded keys, or more than keys."""
 
 
-def fields_of_cache(model: Any, cache: Any, positions: Any, n_tokens: int | None) -> dict[str, Any]:
+def fields_of_cache(model: Any, cache: Any, positions: object, n_tokens: int | None) -> dict[str, Any]:
     """The fields of a bias; see :meth:`kvlens.KVBias.from_cache`."""
     f = model.fingerprint()
     _refuse_models_without("from_cache: a cache of Transformers is no bias of this model", f, model.cfg.attention == "hybrid")
@@ -218,7 +218,7 @@ def _checked_layers(cache: Any, f: Fingerprint) -> list[Any]:
     return held
 
 
-def _n_tokens(model: Any, held: Sequence[Any], positions: Any, n_tokens: int | None) -> int:
+def _n_tokens(model: Any, held: Sequence[Any], positions: object, n_tokens: int | None) -> int:
     """How many tokens stand before the text, by what the layers count, or as given with the positions of keys."""
     counts = sorted({layer.get_seq_length() for layer in held})
     if positions is not None:
@@ -237,7 +237,7 @@ def _n_tokens(model: Any, held: Sequence[Any], positions: Any, n_tokens: int | N
     return counts[0]
 
 
-def _part(number: int, layer: Any, positions: Any, n: int) -> Keys:
+def _part(number: int, layer: Any, positions: object, n: int) -> Keys:
     """The keys of one layer, without those at no position."""
     keys, values = layer.keys.detach().clone(), layer.values.detach()
     log_scale, r = keys.new_zeros(keys.shape[:2]), keys.shape[2]
@@ -255,7 +255,7 @@ def _part(number: int, layer: Any, positions: Any, n: int) -> Keys:
     return Keys(b_kv, b_d, log_scale, VirtualKeys(keys, distance)).narrowed()
 
 
-def _checked_positions(number: int, positions: Any, keys: Tensor, n: int) -> Int[Tensor, "#batch #kv_head key"]:
+def _checked_positions(number: int, positions: object, keys: Tensor, n: int) -> Int[Tensor, "#batch #kv_head key"]:
     """The positions of one layer's keys, of each row and head."""
     shape = keys.shape[:3]
     try:
@@ -284,7 +284,7 @@ def attention_with_weights(
     softcap: float | None = None,
     sliding_window: int | None = None,
     s_aux: Float[Tensor, " head"] | None = None,
-    **unused: Any,
+    **unused: object,
 ) -> tuple[Float[Tensor, "batch pos head d_head"], None]:
     """Softmax attention, step by step as in Transformers; to scores of keys that carry weights, these are added."""
     d, n_queries, group = query.shape[-1], query.shape[2], query.shape[1] // key.shape[1]

@@ -80,7 +80,7 @@ class Fingerprint:
         return {**asdict(self), "heads": [list(of) for of in self.heads]}
 
 
-def _as_tuples(value: Any) -> Any:
+def _as_tuples(value: object) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 

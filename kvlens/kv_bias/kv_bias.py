@@ -437,7 +437,7 @@ class KVBias:
 
     @classmethod
     @checked
-    def from_cache(cls, model: Any, cache: Any, positions: Any = None, n_tokens: Count | None = None) -> "KVBias":
+    def from_cache(cls, model: Any, cache: Any, positions: object = None, n_tokens: Count | None = None) -> "KVBias":
         """A cache that Transformers, or a method that compresses caches, has left of a prompt, as a bias.
 
         A whole cache gives the bias of :func:`kvlens.convert_prompt`, of a layer that slides the keys within its window. That

@@ -241,7 +241,7 @@ class HookedKVTransformerConfig(_Given):
         return plain
 
     @classmethod
-    def from_json(cls, plain: dict[str, Any], **overrides: Any) -> "HookedKVTransformerConfig":
+    def from_json(cls, plain: dict[str, Any], **overrides: object) -> "HookedKVTransformerConfig":
         """Build from :meth:`to_json`'s dict."""
         return cls(**{**plain, **overrides})
 
@@ -252,7 +252,7 @@ class HookedKVTransformerConfig(_Given):
         return config if isinstance(config, cls) else cls.from_tl(config)
 
     @classmethod
-    def from_tl(cls, cfg: HookedTransformerConfig, **changes: Any) -> "HookedKVTransformerConfig":
+    def from_tl(cls, cfg: HookedTransformerConfig, **changes: object) -> "HookedKVTransformerConfig":
         """The same configuration as a plain TransformerLens one, with ``changes``."""
         check_known("config: no field", changes, (f.name for f in fields(cls)))
         values = {f.name: getattr(cfg, f.name) for f in fields(type(cfg)) if f.init}

@@ -43,7 +43,7 @@ NOT_TOKENS = (torch.bool, torch.uint8)
 """Integer dtypes that torch treats as masks, not as indices."""
 
 
-def check_input(model: Any, given: Any, attention_mask: Any, past: Any) -> None:
+def check_input(model: Any, given: Any, attention_mask: object, past: object) -> None:
     """Raise KVLensError unless a forward pass can start from ``given``, and the mask matches its positions.
 
     Args:
@@ -108,7 +108,7 @@ def check_room(cfg: HookedKVTransformerConfig, bias: KVBias) -> None:
         )
 
 
-def check_hook_names(names: Any, hook_points: Collection[str]) -> None:
+def check_hook_names(names: object, hook_points: Collection[str]) -> None:
     """Raise KVLensError if ``names`` (one name or several) includes no existing hook point; suggests the nearest name."""
     check_known("no hook point", names if isinstance(names, (str, list, tuple)) else (), hook_points)
 
@@ -224,7 +224,7 @@ def saving_hooks(names: Iterable[str], cache: dict[str, Tensor], pos_slice: Any,
     return (fwd if forwards.pos_slice.mode == "identity" else watching + fwd), bwd
 
 
-def saves(hook: Any) -> bool:
+def saves(hook: object) -> bool:
     """Whether a hook function is one of those that :func:`saving_hooks` returns."""
     return isinstance(getattr(hook, "__self__", hook), _Saver)
 

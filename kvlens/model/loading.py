@@ -109,7 +109,7 @@ class LoadsAndSaves(HookedTransformer):
         return model
 
     @classmethod
-    def from_pretrained_no_processing(cls: type[M], model_name: str | Path, **kwargs: Any) -> M:
+    def from_pretrained_no_processing(cls: type[M], model_name: str | Path, **kwargs: object) -> M:
         """:meth:`from_pretrained` with the weights as they are."""
         steps = ("fold_ln", "center_writing_weights", "center_unembed", "refactor_factored_attn_matrices", "fold_value_biases")
         return cls.from_pretrained(model_name, **{**dict.fromkeys(steps, False), **kwargs})
@@ -121,7 +121,7 @@ class LoadsAndSaves(HookedTransformer):
         path: str | Path,
         tokenizer_path: str | Path | None = None,
         *,
-        device: Any = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | str = torch.float32,
     ) -> M:
         """Load a checkpoint of llama2.c with unprocessed weights (nothing folded or centered).
@@ -148,7 +148,7 @@ class LoadsAndSaves(HookedTransformer):
 
     @classmethod
     @checked
-    def from_hooked_transformer(cls: type[M], model: HookedTransformer, **changes: Any) -> M:
+    def from_hooked_transformer(cls: type[M], model: HookedTransformer, **changes: object) -> M:
         """A copy of ``model`` with ``changes`` to its configuration.
 
         Args:
@@ -166,7 +166,13 @@ class LoadsAndSaves(HookedTransformer):
 
     @classmethod
     @checked
-    def from_zoo(cls: type[M], name: str = "docs-linear", *, device: Any = None, dtype: torch.dtype | str | None = None) -> M:
+    def from_zoo(
+        cls: type[M],
+        name: str = "docs-linear",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+    ) -> M:
         """A small trained model that ships with kvlens, by name; see :func:`kvlens.zoo.names`.
 
         Raises:
@@ -176,7 +182,9 @@ class LoadsAndSaves(HookedTransformer):
 
     @classmethod
     @checked
-    def load(cls: type[M], folder: str | Path, *, device: Any = None, dtype: torch.dtype | str | None = None) -> M:
+    def load(
+        cls: type[M], folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None
+    ) -> M:
         """Read what :meth:`save` wrote."""
         return load_model(cls, folder, device=device, dtype=dtype)
 

@@ -199,19 +199,19 @@ class KVModel(Protocol):
     def check_tokens(self, tokens: Tensor) -> None:
         """Raise KVLensError unless every token id lies in the vocabulary."""
 
-    def to_tokens(self, *args: Any, **kwargs: Any) -> Any:
+    def to_tokens(self, *args: object, **kwargs: object) -> Any:
         """As TransformerLens'."""
 
-    def hooks(self, *args: Any, **kwargs: Any) -> AbstractContextManager[Any]:
+    def hooks(self, *args: object, **kwargs: object) -> AbstractContextManager[Any]:
         """As TransformerLens'."""
 
-    def run_with_hooks(self, *args: Any, **kwargs: Any) -> Any:
+    def run_with_hooks(self, *args: object, **kwargs: object) -> Any:
         """As TransformerLens'."""
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: object, **kwargs: object) -> Any:
         """As TransformerLens'."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """As TransformerLens'."""
 
     def logits_on(

@@ -11,7 +11,6 @@ of a regressor has the base's keys. The transformer's embedding and unembedding 
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -79,7 +78,7 @@ class HookedKVRegressor(nn.Module):
         return self.read_out(resid).squeeze(-1)
 
     def run_with_cache(
-        self, inputs: Float[Tensor, "batch pos d_input"], names_filter: Any = None
+        self, inputs: Float[Tensor, "batch pos d_input"], names_filter: object = None
     ) -> tuple[Float[Tensor, "batch pos"], ActivationCache]:
         """As ``HookedTransformer.run_with_cache``, on numbers."""
         cache, hooks, _ = self.transformer.get_caching_hooks(names_filter)
@@ -102,7 +101,7 @@ class HookedKVRegressor(nn.Module):
         save_model(self.transformer, folder, overwrite=overwrite, stored_dtype=stored_dtype, further={MAPS: stored})
 
     @classmethod
-    def load(cls, folder: str | Path, *, device: Any = None) -> "HookedKVRegressor":
+    def load(cls, folder: str | Path, *, device: torch.device | str | None = None) -> "HookedKVRegressor":
         """Read what :meth:`save` wrote.
 
         Raises:

@@ -109,7 +109,9 @@ def check_model_folder(folder: str | Path, *, overwrite: bool = False) -> None:
     check_folder(folder, MODEL_FOLDER, overwrite=overwrite)
 
 
-def build_with_ready_tokenizer(cls: type[M], cfg: HookedKVTransformerConfig, tokenizer: Any, move_to_device: bool = True) -> M:
+def build_with_ready_tokenizer(
+    cls: type[M], cfg: HookedKVTransformerConfig, tokenizer: PreTrainedTokenizerBase | None, move_to_device: bool = True
+) -> M:
     """Construct a model without the base's lookup of the tokenizer by name, which accesses the network, then set it.
 
     That lookup also determines whether the tokenizer prepends a BOS by itself, which is done here instead if necessary.
@@ -123,7 +125,9 @@ def build_with_ready_tokenizer(cls: type[M], cfg: HookedKVTransformerConfig, tok
     return model
 
 
-def load_model(cls: type[M], folder: str | Path, *, device: Any = None, dtype: torch.dtype | str | None = None) -> M:
+def load_model(
+    cls: type[M], folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | str | None = None
+) -> M:
     """Read a folder that :func:`save_model` wrote.
 
     Args:
@@ -215,7 +219,7 @@ def _check_files(folder: Path, stored: dict[str, Any]) -> None:
             )
 
 
-def _config_of(folder: Path, plain: dict[str, Any], device: Any) -> HookedKVTransformerConfig:
+def _config_of(folder: Path, plain: dict[str, Any], device: torch.device | str | None) -> HookedKVTransformerConfig:
     try:
         return HookedKVTransformerConfig.from_json(plain, device=device, init_weights=False)
     except KVLensError as error:

@@ -53,7 +53,7 @@ def default_segment_length(model: Any, batch: int, most: int = WIDEST_ELSEWHERE)
 
 def streams(
     model: Any,
-    tokens: Any,
+    tokens: object,
     mask: Tensor | None,
     cache: TransformerLensKeyValueCache | None,
     return_type: str | None,
@@ -104,8 +104,8 @@ def wants_gradients(model: Any, cache: TransformerLensKeyValueCache | None = Non
 def mask_of(
     model: Any,
     tokens: Int[Tensor, "batch pos"],
-    prepend_bos: Any = USE_DEFAULT_VALUE,
-    padding_side: Any = USE_DEFAULT_VALUE,
+    prepend_bos: object = USE_DEFAULT_VALUE,
+    padding_side: object = USE_DEFAULT_VALUE,
     cached: bool = False,
 ) -> Int[Tensor, "batch pos"] | None:
     """The mask of real tokens that TransformerLens would use in one pass over all of them; None if it would use none."""
@@ -222,8 +222,8 @@ def forward_in_segments(
     *,
     return_type: str | None,
     loss_per_token: bool,
-    prepend_bos: Any,
-    padding_side: Any,
+    prepend_bos: object,
+    padding_side: object,
     stop_at_layer: int | None,
 ) -> Any:
     """What ``HookedTransformer.forward`` returns for these arguments.
@@ -312,10 +312,10 @@ def logits_on(
     """
     last, options = model.cfg.n_layers - 1, {}
 
-    def keep(resid: Tensor, hook: Any) -> None:
+    def keep(resid: Tensor, hook: object) -> None:
         residuals.append(resid[:, -n_last:].clone())  # type: ignore[union-attr]
 
-    def cut(resid: Tensor, hook: Any) -> Tensor:
+    def cut(resid: Tensor, hook: object) -> Tensor:
         return resid[:, -n_last:]
 
     names = [*(f"blocks.{layer}.hook_resid_pre" for layer in range(last + 1)), f"blocks.{last}.hook_resid_post"]

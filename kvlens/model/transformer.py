@@ -273,20 +273,22 @@ class HookedKVTransformer(LoadsAndSaves):
         new, mask = streaming.read_before_the_last(self, new, mask, cache)
         return super().read(new, mask, cache)
 
-    def add_hook(self, name: Any, hook: Any, *args: Any, **kwargs: Any) -> None:
+    def add_hook(self, name: object, hook: object, *args: object, **kwargs: object) -> None:
         """As TransformerLens'."""
         check_hook_names(name, self.hook_dict)
         ask_for(self, name, hook)
         return super().add_hook(name, hook, *args, **kwargs)
 
-    def _enable_hook(self, name: Any, hook: Any, *args: Any, **kwargs: Any) -> None:
+    def _enable_hook(self, name: object, hook: object, *args: object, **kwargs: object) -> None:
         if isinstance(name, str) and name not in self.hook_dict:  # tested first: caching everything calls this per name
             check_hook_names(name, self.hook_dict)
         if not saves(hook):  # cached names are checked in the methods below
             ask_for(self, name, hook)
         return super()._enable_hook(name, hook, *args, **kwargs)
 
-    def remove_all_hook_fns(self, direction: Any = "both", including_permanent: bool = False, level: int | None = None) -> None:
+    def remove_all_hook_fns(
+        self, direction: object = "both", including_permanent: bool = False, level: int | None = None
+    ) -> None:
         """As in TransformerLens, whose own method writes to all hook points, hooked or not, after every hooked pass."""
         for point in self.hook_points():
             if point.fwd_hooks or point.bwd_hooks:
@@ -294,12 +296,12 @@ class HookedKVTransformer(LoadsAndSaves):
 
     def get_caching_hooks(
         self,
-        names_filter: Any = None,
+        names_filter: object = None,
         incl_bwd: bool = False,
-        device: Any = None,
+        device: torch.device | str | None = None,
         remove_batch_dim: bool = False,
         cache: dict[str, Tensor] | None = None,
-        pos_slice: Any = None,
+        pos_slice: object = None,
     ):
         """As TransformerLens'; ``names_filter`` must name hook points that exist."""
         check_hook_names(names_filter, self.hook_dict)
@@ -310,7 +312,7 @@ class HookedKVTransformer(LoadsAndSaves):
         saving, saving_gradients = saving_hooks([name for name, _ in fwd], cache, pos_slice, **how)
         return cache, saving, saving_gradients if bwd else []
 
-    def add_caching_hooks(self, names_filter: Any = None, *args: Any, **kwargs: Any):
+    def add_caching_hooks(self, names_filter: object = None, *args: object, **kwargs: object):
         """As TransformerLens'; ``names_filter`` must name hook points that exist."""
         check_hook_names(names_filter, self.hook_dict)
         ask_for(self, names_filter)
@@ -425,7 +427,7 @@ class HookedKVTransformer(LoadsAndSaves):
     def _has_bias(self) -> bool:
         return self._attached is not None
 
-    def _apply(self, fn: Any, *args: Any, **kwargs: Any) -> "HookedKVTransformer":
+    def _apply(self, fn: Any, *args: object, **kwargs: object) -> "HookedKVTransformer":
         """Move or round the model; a rounded model keeps the hash of the weights that it was rounded from."""
         dtype = next(self.parameters()).dtype
         after = fn(torch.empty(0, dtype=dtype)).dtype

@@ -98,7 +98,7 @@ class _Rotation(torch.autograd.Function):
         return rotate(gradient, cos, -sin, ctx.adjacent_pairs), None, None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+    def jvp(ctx: Any, tangent: Tensor, *_: object) -> Tensor:
         cos, sin = ctx.saved_tensors
         return rotate(tangent, cos, sin, ctx.adjacent_pairs)
 

@@ -172,7 +172,7 @@ def store(folder: Path) -> None:
     )
 
 
-def write_run(name: str, *, comparisons: list[Comparison], **facts: Any) -> None:
+def write_run(name: str, *, comparisons: list[Comparison], **facts: object) -> None:
     """Write a run, with a checksum."""
     entry = plain(facts | {"comparisons": [_kept(one) for one in comparisons]})
     entry["checksum"] = checksum_of_json(entry)

@@ -221,7 +221,7 @@ def load_pretrained_parts(
     checkpoint_index: int | None = None,
     checkpoint_value: int | None = None,
     checkpoint_label: int | None = None,
-    **from_pretrained_kwargs: Any,
+    **from_pretrained_kwargs: object,
 ) -> PretrainedParts:
     """Make config, weights and tokenizer from a folder, a name whose files are here, or a loaded Hugging Face model.
 
@@ -311,7 +311,9 @@ def _hub(official: str, local_files_only: bool) -> Iterator[None]:
         ) from error
 
 
-def _of_own_format(official: str, step: int | None, tokenizer: Any, options: dict[str, Any]) -> PretrainedParts:
+def _of_own_format(
+    official: str, step: int | None, tokenizer: PreTrainedTokenizerBase | None, options: dict[str, Any]
+) -> PretrainedParts:
     fields, weights = own_format(official, step, options["dtype"])
     n_layers = fields["n_layers"]
     given = {name: value for name, value in options.items() if value is not None and name != "first_n_layers"}

@@ -17,7 +17,7 @@ PARTIAL = ("GPTNeoXForCausalLM", "Phi3ForCausalLM", "PhiForCausalLM")
 LAYER_TYPES = {"global": "full_attention", "local": "sliding_attention"}
 
 
-def refused(architecture: str, name: str, value: Any, why: str) -> KVLensError:
+def refused(architecture: str, name: str, value: object, why: str) -> KVLensError:
     """The error for a field of a configuration whose value cannot be honored."""
     return KVLensError(
         f"from_pretrained: this {architecture} has {name}={value!r} in its configuration, which HookedTransformer does not "

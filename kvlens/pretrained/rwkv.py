@@ -64,7 +64,7 @@ class Rwkv56Config(PreTrainedConfig):
         norm_eps: float = 1e-5,
         head_norm_eps: float = 64e-5,
         max_position_embeddings: int = LONGEST,
-        **others: Any,
+        **others: object,
     ) -> None:
         self.version, self.vocab_size = version, vocab_size
         self.hidden_size, self.num_hidden_layers = hidden_size, num_hidden_layers
@@ -137,7 +137,7 @@ class RwkvTimeMixing(nn.Module):
         return output
 
     def forward(
-        self, hidden_states: Float[Tensor, "batch pos d_model"], attention_mask: Tensor | None = None, **unused: Any
+        self, hidden_states: Float[Tensor, "batch pos d_model"], attention_mask: Tensor | None = None, **unused: object
     ) -> Float[Tensor, "batch pos d_model"]:
         """Of a text from its beginning."""
         q, k, v, log_decay, gate = self.project(hidden_states, naive_row_before(hidden_states, attention_mask))
@@ -160,7 +160,7 @@ class RwkvChannelMixing(nn.Module):
         hidden_states: Float[Tensor, "batch pos d_model"],
         before: Float[Tensor, "batch pos d_model"] | None = None,
         attention_mask: Tensor | None = None,
-        **unused: Any,
+        **unused: object,
     ) -> Float[Tensor, "batch pos d_model"]:
         """``before`` has the row of the token before each; None for a text from its beginning."""
         back = (naive_row_before(hidden_states, attention_mask) if before is None else before) - hidden_states
@@ -185,7 +185,9 @@ class RwkvBlock(nn.Module):
         self.input_layernorm, self.norm2 = (nn.LayerNorm(config.hidden_size, config.norm_eps) for _ in range(2))
         self.mixer, self.mlp = RwkvTimeMixing(config), RwkvChannelMixing(config)
 
-    def forward(self, hidden_states: Float[Tensor, "batch pos d_model"], **of_pass: Any) -> Float[Tensor, "batch pos d_model"]:
+    def forward(
+        self, hidden_states: Float[Tensor, "batch pos d_model"], **of_pass: object
+    ) -> Float[Tensor, "batch pos d_model"]:
         """The residual stream after this layer; ``of_pass`` holds the cache and the mask."""
         x = hidden_states + self.mixer(self.input_layernorm(hidden_states), **of_pass)
         after: Tensor = x + self.mlp(self.norm2(x), **of_pass)
@@ -220,9 +222,9 @@ class Rwkv56ForCausalLM(PreTrainedModel):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         inputs_embeds: Float[Tensor, "batch pos d_model"] | None = None,
-        past_key_values: Any = None,
+        past_key_values: object = None,
         use_cache: bool | None = None,
-        **unused: Any,
+        **unused: object,
     ) -> CausalLMOutputWithPast:
         """The logits; positions have no effect, and without a bridge a cache stays empty."""
         embed: Any = self.model.embed_tokens

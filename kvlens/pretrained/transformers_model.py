@@ -74,7 +74,7 @@ def without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def read_config(folder: Path, **options: Any) -> Any:
+def read_config(folder: Path, **options: object) -> Any:
     """Transformers' configuration of a folder."""
     return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **options)
 
@@ -89,7 +89,7 @@ def read_model(
     source: str = "",
     saved_as: str = "",
     known: Callable[[str], bool] = lambda name: False,
-    **options: Any,
+    **options: object,
 ) -> tuple[PreTrainedModel, Mapping[str, Any]]:
     """Transformers' causal language model in ``folder``: its weights came from there, and all that is there is used.
 

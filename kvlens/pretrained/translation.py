@@ -345,7 +345,9 @@ def _named(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str,
     return {ours: tensors[theirs] for theirs, ours in names.items() if theirs in tensors}
 
 
-def _norm(tensors: Mapping[str, Tensor], theirs: str, ours: str, family: Family, cfg: Any) -> dict[str, Tensor]:
+def _norm(
+    tensors: Mapping[str, Tensor], theirs: str, ours: str, family: Family, cfg: HookedTransformerConfig
+) -> dict[str, Tensor]:
     if family.norm == "none" and f"{theirs}.weight" not in tensors:
         return {f"{ours}.w": torch.ones(cfg.d_model, dtype=cfg.dtype), f"{ours}.b": torch.zeros(cfg.d_model, dtype=cfg.dtype)}
     norm = _named(tensors, {f"{theirs}.weight": f"{ours}.w", f"{theirs}.bias": f"{ours}.b"})
@@ -354,7 +356,7 @@ def _norm(tensors: Mapping[str, Tensor], theirs: str, ours: str, family: Family,
     return norm
 
 
-def _layer(tensors: Mapping[str, Tensor], family: Family, cfg: Any) -> Iterator[tuple[str, Tensor]]:
+def _layer(tensors: Mapping[str, Tensor], family: Family, cfg: HookedTransformerConfig) -> Iterator[tuple[str, Tensor]]:
     """The weights of a layer, by the ends of our names."""
     norms = {"ln1": family.ln1, "ln2": family.ln2 or family.ln1, "ln1_post": family.ln1_post, "ln2_post": family.ln2_post}
     if family.qk_norm:
@@ -370,7 +372,7 @@ def _layer(tensors: Mapping[str, Tensor], family: Family, cfg: Any) -> Iterator[
     yield from _mlp(tensors, family, cfg) if family.experts is None else _experts(tensors, family.experts, cfg)
 
 
-def _projections(tensors: Mapping[str, Tensor], family: Family, cfg: Any) -> Iterator[tuple[str, Tensor]]:
+def _projections(tensors: Mapping[str, Tensor], family: Family, cfg: HookedTransformerConfig) -> Iterator[tuple[str, Tensor]]:
     """W and b of queries, keys and values: [head, d_model, d_head] and [head, d_head]."""
     n_kv = cfg.n_key_value_heads or cfg.n_heads
     stored = "_" if cfg.n_key_value_heads is not None else ""
@@ -386,7 +388,7 @@ def _projections(tensors: Mapping[str, Tensor], family: Family, cfg: Any) -> Ite
             yield f"attn.{prefix}{name}_{letter}", by_head.transpose(1, 2) if kind == "weight" else by_head
 
 
-def _split(given: list[Any], heads: list[int], fused: str, cfg: Any) -> list[Float[Tensor, "..."]]:
+def _split(given: list[Any], heads: list[int], fused: str, cfg: HookedTransformerConfig) -> list[Float[Tensor, "..."]]:
     """The rows of queries, keys and values: as given, or cut out of one matrix (then by head, if fused by head)."""
     if len(given) == 3:
         return given
@@ -396,7 +398,7 @@ def _split(given: list[Any], heads: list[int], fused: str, cfg: Any) -> list[Flo
     return list(given[0].split([n * cfg.d_head for n in heads]))
 
 
-def _mlp(tensors: Mapping[str, Tensor], family: Family, cfg: Any) -> Iterator[tuple[str, Tensor]]:
+def _mlp(tensors: Mapping[str, Tensor], family: Family, cfg: HookedTransformerConfig) -> Iterator[tuple[str, Tensor]]:
     def matrix(name: str) -> Tensor:
         return tensors[f"{name}.weight"] if family.transposed else tensors[f"{name}.weight"].T
 
@@ -437,7 +439,7 @@ def translate_config(
     *,
     first_n_layers: int | None,
     n_ctx: int | None,
-    **options: Any,
+    **options: object,
 ) -> HookedTransformerConfig:
     """The configuration of a model, of its first layers, or for another context length; ``options`` are further fields.
 

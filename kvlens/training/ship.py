@@ -52,7 +52,7 @@ def train_recipe(
     recipe: Recipe,
     folder: str | Path,
     *,
-    device: Any = None,
+    device: torch.device | str | None = None,
     restart: bool = False,
     progress: bool = True,
 ) -> dict[str, Any]:

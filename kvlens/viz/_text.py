@@ -34,7 +34,7 @@ _TURNS = re.compile("[\u0590-\u08ff\u200f\u202a-\u202e\u2066-\u2069\ufb1d-\ufdff
 """Right-to-left text, which would reorder the numbers next to it unless isolated (U+2068, U+2069)."""
 
 
-def data_script(value: Any) -> str:
+def data_script(value: object) -> str:
     """The data of the figure around it, in a script element that holds nothing but letters, digits, ``+``, ``/`` and ``=``.
 
     A number that is not finite raises ValueError; `rounded` turns it into None.

@@ -43,9 +43,9 @@ MAX_CELLS = 64_000
 @checked
 def attention_view(
     tokens: Sequence[str],
-    pattern: Any,
+    pattern: object,
     *,
-    queries: Any = None,
+    queries: object = None,
     n_prompt: int = 0,
     head_names: Sequence[str] | None = None,
     max_tokens: Annotated[int, Within(4)] | None = None,
@@ -118,15 +118,15 @@ def attention_view(
 @checked
 def attention_view_under_bias(
     model: KVModel,
-    prompt: Any,
-    text: Any,
+    prompt: object,
+    text: object,
     layer: Annotated[int, Within(0)],
     *,
     bias: KVBias | None = None,
     heads: Sequence[int] | None = None,
     title: str | None = None,
     max_tokens: Annotated[int, Within(4)] | None = None,
-    axes: Any = None,
+    axes: object = None,
 ) -> Piece | Any:
     """Draw the attention of one layer's heads under a bias, to the prompt's tokens and the text's, by circuitsvis.
 
@@ -151,8 +151,6 @@ def attention_view_under_bias(
     found = analyses.attention_under_bias(model, prompt, text, layer, bias=bias)
     n_heads = len(found.pattern)
     chosen = list(range(n_heads) if heads is None else heads)
-    if not chosen or not {*chosen} <= {*range(n_heads)}:
-        raise KVLensError(f"attention_view_under_bias: heads: layer {layer} has heads 0 to {n_heads - 1}, got {brief(heads)}")
     return attention_view(
         found.tokens,
         found.pattern[chosen],
@@ -165,7 +163,7 @@ def attention_view_under_bias(
 
 
 def _checked(
-    tokens: Sequence[str], pattern: Any, queries: Any, n_prompt: int, head_names: Sequence[str] | None
+    tokens: Sequence[str], pattern: object, queries: object, n_prompt: int, head_names: Sequence[str] | None
 ) -> tuple[Float[Tensor, "head query key"], Int[Tensor, " query"], list[str]]:
     values, n_keys = numbers_of(pattern).float(), len(tokens)
     if values.dim() != 3 or not values.numel() or values.shape[1] > n_keys or values.shape[2] != n_keys:

@@ -179,7 +179,7 @@ def _edges(graphs: list[Any]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _stop(nodes: pd.DataFrame, graph: Any, row: dict[str, Any]) -> dict[str, Any]:
+def _stop(nodes: pd.DataFrame, graph: object, row: dict[str, Any]) -> dict[str, Any]:
     """One circuit: its numbers, its layers, its columns with the number of nodes in their fullest row, and of each node the
     number of its row and where it stands in its column, from 0 to 1."""
     import networkx

@@ -195,7 +195,7 @@ def head_heatmap(
     return Piece(name, body, figure=functools.partial(heat_figure, table, value, name))
 
 
-def _table(values: Any, name: str) -> pd.DataFrame:
+def _table(values: object, name: str) -> pd.DataFrame:
     """One row per head, from numbers [layer, head]."""
     numbers = numbers_of(values)
     n_layers, n_heads = numbers.shape

@@ -165,7 +165,7 @@ class Piece:
     def _repr_html_(self) -> str:
         return in_frame(self.to_html())
 
-    def _drawn(self, kind: str, **options: Any) -> bytes:
+    def _drawn(self, kind: str, **options: object) -> bytes:
         if self.figure is None:
             raise KVLensError(f"{self.name}: it has no static figure; use save_html")
         import matplotlib  # takes half a second, which pages do not need

@@ -43,7 +43,7 @@ def table_html(frame: pd.DataFrame) -> str:
     return f'<table class="plain"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
 
 
-def _cell(value: Any, right: bool) -> str:
+def _cell(value: object, right: bool) -> str:
     """A number that is shown with fewer digits than it has carries them all as its title, which copying and CSV files take."""
     digits = ""
     if isinstance(value, numbers.Integral):

@@ -32,7 +32,7 @@ FONT, CHARACTER = 7.5, 7.5 * 0.602 / 72
 @checked
 def colored_tokens(
     tokens: Iterable[str],
-    values: Any,
+    values: object,
     *,
     title: str = "tokens",
     unit: str = "value",

@@ -369,7 +369,6 @@ REFUSED = [
         for x in (3, [1, 0], [[0, 1]])
     ),
     ("n_prompt must lie in 0..1", lambda: attention(["a"], 1, 1, 1, n_prompt=2)),
-    ("heads: layer 1 has heads 0 to ", lambda: viz.attention_view_under_bias(softmax(), "ab", "c", 1, heads=[99])),
     ("2 heads and 1 names", lambda: attention(["a"], 2, 1, 1, head_names=["x"])),
     ("max_tokens must be at least 4, got 3", lambda: attention(["a"], 1, 1, 1, max_tokens=3)),
     ("dpi must be at least 10, got 0", lambda: picture().save_png("x.png", dpi=0)),

@@ -100,7 +100,7 @@ def measure_heads(model: HookedKVTransformer, batch: Batch) -> pd.DataFrame:
     for layer, head in itertools.product(range(n_layers), range(n_heads)):
         other = cache[f"blocks.{layer}.attn.hook_z"].roll(1, dims=0)[:, :, head]
 
-        def resample(z: Tensor, hook: Any, other: Tensor = other, head: int = head) -> Tensor:
+        def resample(z: Tensor, hook: object, other: Tensor = other, head: int = head) -> Tensor:
             z = z.clone()
             z[:, :, head] = other
             return z

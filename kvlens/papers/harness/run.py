@@ -76,7 +76,7 @@ class Experiment:
 
 
 def experiment(
-    source: str, question: str, *, cost: tuple[str, ...], **settings: Any
+    source: str, question: str, *, cost: tuple[str, ...], **settings: object
 ) -> Callable[[Callable[[Settings, Tell], Reproduction]], Experiment]:
     """Decorator that declares a function of settings and ``tell`` as the experiment of its name.
 
@@ -95,7 +95,7 @@ def experiment(
     return declare
 
 
-def _at(scale: str, scales: list[str], value: Any) -> Any:
+def _at(scale: str, scales: list[str], value: object) -> Any:
     """The value at one of the scales."""
     if isinstance(value, tuple):
         return dict(zip(scales, value, strict=True))[scale]
@@ -140,7 +140,7 @@ def _changed(what: str, name: str, own: Any, value: Any) -> Any:
     return value if name in COLLECTIONS else {**own, **given}
 
 
-def _another_kind(name: str, own: Any, value: Any) -> str | None:
+def _another_kind(name: str, own: object, value: Any) -> str | None:
     """What ``value`` should be and is not; None if it is like ``own``. A seed that counts twice would pass for evidence."""
     if isinstance(own, bool):
         return None if isinstance(value, bool) else "true or false"

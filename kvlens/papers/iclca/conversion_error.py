@@ -100,7 +100,7 @@ def conversion_error(settings: Settings, tell: Tell) -> Reproduction:
     )
 
 
-def random_model(n_layers: int, d_model: int, d_head: int, *, seed: int = 0, **changes: Any) -> HookedKVTransformer:
+def random_model(n_layers: int, d_model: int, d_head: int, *, seed: int = 0, **changes: object) -> HookedKVTransformer:
     """A model of linear attention (elu + 1, RoPE after it) with random weights, without gradients.
 
     ``changes`` are other fields of :class:`kvlens.HookedKVTransformerConfig`.

@@ -31,7 +31,7 @@ from kvlens.model import HookedKVTransformer, HookedKVTransformerConfig
 from kvlens.model.config import KVShiftConfig
 
 
-def _hide_own_token(attn_scores: Float[Tensor, "batch head query key"], hook: Any) -> Float[Tensor, "batch head query key"]:
+def _hide_own_token(attn_scores: Float[Tensor, "batch head query key"], hook: object) -> Float[Tensor, "batch head query key"]:
     own = torch.eye(attn_scores.shape[-1], dtype=torch.bool, device=attn_scores.device)
     return attn_scores.masked_fill(own, -torch.inf)
 

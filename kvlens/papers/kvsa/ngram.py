@@ -20,7 +20,7 @@ from kvlens.tasks import make_task
 
 
 def _size(
-    label: str, vocab_size: int, length: int, model: dict[str, Any], rates: list[float], **training: Any
+    label: str, vocab_size: int, length: int, model: dict[str, Any], rates: list[float], **training: object
 ) -> dict[str, Any]:
     return dict(label=label, task=dict(vocab_size=vocab_size, length=length), model=model, rates=rates, training=training)
 

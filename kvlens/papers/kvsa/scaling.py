@@ -101,7 +101,7 @@ def non_embedding_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for name, parameter in model.named_parameters() if "embed" not in name)
 
 
-def power_law(n: Any, loss: Any) -> Float[np.ndarray, "*seed"]:
+def power_law(n: object, loss: object) -> Float[np.ndarray, "*seed"]:
     """The p of loss = c n^(-p), by least squares on the logarithms.
 
     Args:

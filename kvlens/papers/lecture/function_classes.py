@@ -112,7 +112,7 @@ def function_classes(settings: Settings, tell: Tell) -> Reproduction:
 
 
 def train_one(
-    task: RegressionTask, settings: Settings, steps: int, seed: int, **changes: Any
+    task: RegressionTask, settings: Settings, steps: int, seed: int, **changes: object
 ) -> tuple[HookedKVRegressor, pd.DataFrame]:
     """Train a model on ``task``; return it and its held-out course: functions, positions, seed, step, loss."""
     training = {**settings["training"], "steps": steps, "seed": seed}
