@@ -167,7 +167,7 @@ def dual_demonstrations(
         {columns}
 
     Raises:
-        KVLensError: an attention without a dual model, a query that does not exist or precedes its demonstrations.
+        KVLensError: an attention without a dual model, a query that precedes its demonstrations.
     """
     tokens = prompt_sequence(model, "prompt", prompt)
     query = query_pos % len(tokens) if -len(tokens) <= query_pos < len(tokens) else query_pos
@@ -247,7 +247,7 @@ def dual_bound(
         {columns}
 
     Raises:
-        KVLensError: no demonstrations, a kernel that is not positive, ``delta`` outside (0, 1), a head that does not exist.
+        KVLensError: no demonstrations, a kernel that is not positive, ``delta`` outside (0, 1).
     """
     tokens = prompt_sequence(model, "prompt", prompt)
     first, last = max(1, n_negative), len(tokens) - 1

@@ -140,8 +140,8 @@ def bias_effects(
         {columns}
 
     Raises:
-        KVLensError: an unknown name, references that are missing or at other positions, a shift state that the model does not
-            have, a bias of another model, invalid tokens.
+        KVLensError: an unknown name, references that are missing or at other positions, a bias of another model,
+            invalid tokens.
     """
     bias, text = bias_and_text(model, "bias_effects", prompt, text)
     targets = logit_targets(model, text, answer, rival)
@@ -284,7 +284,7 @@ def bias_ablation(
         {columns}
 
     Raises:
-        KVLensError: a head that does not exist, a batch of biases, a bias of another model, invalid tokens.
+        KVLensError: a batch of biases, a bias of another model, invalid tokens.
     """
     bias, text = bias_and_text(model, "bias_ablation", prompt, text)
     exchange = HeadExchange(bias, zeros_of(bias))

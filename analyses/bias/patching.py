@@ -217,8 +217,7 @@ def activation_patching(
 
     Raises:
         KVLensError: an unknown point (the nearest is proposed) or one that the model lacks, ``keys`` or ``values`` of prompts
-            that do not pair token by token, prompts of different lengths where positions are absolute, a metric that is not one
-            number per row.
+            that do not pair token by token, prompts of different lengths where positions are absolute.
 
     Source: the scale and the grids are those of ``transformer_lens.patching``.
     """

@@ -74,7 +74,7 @@ def circuit(
         {columns}
 
     Raises:
-        KVLensError: lengths or numbers of prompts that differ, a metric that is not one finite number for each pair, a rival
+        KVLensError: lengths of prompts that differ, a metric that is not one finite number for each pair, a rival
             that is the answer, a part that does not occur or that nothing follows, a model in which something else stands
             between nodes, groups that cannot be split.
     """

@@ -270,6 +270,10 @@ class HookedTransformer(HasText, HasWeights):
         if attention_mask is None and (is_left or past_kv_cache is not None):
             attention_mask = self.mask_of(tokens, prepend_bos, padding_side)
         if attention_mask is not None:
+            if attention_mask.shape != tokens.shape:
+                raise KVLensError(
+                    f"attention_mask: expected a value per token, {list(tokens.shape)}, got {list(attention_mask.shape)}"
+                )
             attention_mask = attention_mask.to(tokens.device)
             if past_kv_cache is not None:
                 attention_mask = past_kv_cache.append_attention_mask(attention_mask)

@@ -238,7 +238,7 @@ def demonstration_figures(
     """The measures of every layer, head and demonstration [layer, head, demo] at one query, in float64.
 
     Raises:
-        KVLensError: as :func:`kvlens.dual.read_layers`; a query that does not exist or has no demonstrations before it.
+        KVLensError: as :func:`kvlens.dual.read_layers`; a query without demonstrations before it.
     """
     query = range(len(tokens))[query_pos]
     n = query if n_demonstrations is None else n_demonstrations

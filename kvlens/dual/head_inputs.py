@@ -72,7 +72,7 @@ def read_layers(
         layers: which ones; None for all.
 
     Raises:
-        KVLensError: invalid tokens, a layer that does not exist, or attention without a dual model.
+        KVLensError: invalid tokens, or attention without a dual model.
     """
     every = range(model.cfg.n_layers)
     wanted = every if layers is None else [every[layer] for layer in sorted(layers)]

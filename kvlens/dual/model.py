@@ -105,7 +105,7 @@ class DualModel:
             seed: seed for the random features.
 
         Raises:
-            KVLensError: a head, layer or position that does not exist, no demonstrations, a query before its demonstrations,
+            KVLensError: no demonstrations, a query before its demonstrations,
                 attention without a dual model, or an approximate kernel for a head that has its own features.
         """
         layer = range(model.cfg.n_layers)[layer]
@@ -305,7 +305,7 @@ def _check_rates(eta: object, alpha: object) -> None:
 
 
 def _check_demonstrations(n: int, n_virtual: int, query: int) -> None:
-    if n + n_virtual == 0:
+    if n < 0 or n + n_virtual == 0:
         raise KVLensError(f"dual model: the query at position {query} has no demonstrations in front of it; give at least one")
     if query < n:
         raise KVLensError(

@@ -146,7 +146,7 @@ def attention_view_under_bias(
         As :func:`attention_view`.
 
     Raises:
-        KVLensError: a head that the layer does not have; as both functions.
+        KVLensError: as both functions.
     """
     found = analyses.attention_under_bias(model, prompt, text, layer, bias=bias)
     n_heads = len(found.pattern)
