@@ -14,9 +14,10 @@
 
 import functools
 import itertools
+import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -56,6 +57,8 @@ _LETTERS = re.compile(r"[A-Za-z](\.[A-Za-z])*")
 _WHITE = re.compile(r"\s*")
 _BLANK_LINES = re.compile(r"\n(?:[^\S\n]*\n)+")
 _COMMENT = re.compile(r"(^|\s)\s*(#\s|//).*$")
+_OPENS_JSON = re.compile(r"^[^\S\n]*(?=[\[{])", re.MULTILINE)
+_JSON_STRING = re.compile(r'(?P<before>[\[,]\s*)?(?P<brace>\{\s*)?(?P<string>"(?:[^"\\]|\\.)*")(?P<colon>\s*:)?')
 LONGEST_WORD = 40
 NAMED = 40
 """Characters of a given string that name it."""
@@ -339,12 +342,35 @@ def _unwrapped(text: str) -> Iterable[int]:
 
 
 def _sentences(text: str) -> Iterable[int]:
-    """Find where lines and sentences begin."""
-    lines, in_lowercase = [*_unwrapped(text)], text == text.lower()
+    """Find where lines and sentences begin, and in JSON its keys."""
+    lines, in_lowercase, keys = [*_unwrapped(text)], text == text.lower(), [*_json_keys(text)]
+    if keys:
+        lines = [line for line in lines if not text[:line].rstrip().endswith(("{", "["))]
     ends = [end for end in _END.finditer(text) if _is_end(text, end, in_lowercase)]
     at_periods = _ends_in_its_language(text, lines) if any(end[0][0] == "." for end in ends) else set()
     yield from lines
     yield from (end.end() for end in ends if end[0][0] != "." or end.end() in at_periods)
+    yield from keys
+
+
+def _json_keys(text: str) -> Iterator[int]:
+    """Find where JSON that begins a line and has keys begins and ends, and where its keys begin but for the first."""
+    behind = 0
+    for opens in _OPENS_JSON.finditer(text):
+        if opens.end() < behind:
+            continue
+        try:
+            _, behind = json.JSONDecoder().raw_decode(text, opens.end())
+        except (ValueError, RecursionError):
+            continue
+        keys = [found for found in _JSON_STRING.finditer(text, opens.end(), behind) if found["colon"]]
+        if keys:
+            yield from (opens.end(), *map(_begin_of_key, keys[1:]), behind)
+
+
+def _begin_of_key(key: re.Match[str]) -> int:
+    """Where a key begins: the first of an object in a list with the object's brace."""
+    return key.start("brace" if key["brace"] and key["before"] else "string")
 
 
 def _ends_in_its_language(text: str, lines: Sequence[int]) -> set[int]:
