@@ -11,6 +11,7 @@ GPT-2 reads "你好" as four tokens of the bytes E4 BD, A0, E5 A5 and BD: they a
 whole text it returns what the tokenizer decodes.
 """
 
+import itertools
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from kvlens.arguments import Span
 from kvlens.checks import checked
 from kvlens.model import KVModel
 
@@ -151,8 +153,42 @@ def _is_utf_8(raw: bytes) -> bool:
 
 # --- words ------------------------------------------------------------------------------------------------------------------
 
-WORD = re.compile(r"[^\W_]+(?:['\u2019.,:/@&+\u2013-][^\W_]+|_+[^\W_]+)*|[^\s]", re.UNICODE)
-"""A word, with the marks inside it (``3.5``, ``1,000``, ``half-time``, ``O'Brien``, ``snake_case``), or a mark by itself."""
+HAN = "\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+WORD = re.compile(f"[{HAN}]|[^\\W_{HAN}]+(?:['\u2019.,:/@&+\u2013-][^\\W_{HAN}]+|_+[^\\W_{HAN}]+)*|[^\\s]", re.UNICODE)
+"""A word, with the marks inside it (``3.5``, ``1,000``, ``half-time``, ``O'Brien``, ``snake_case``), or a mark by itself.
+
+A Chinese character is a word, as no blanks stand between words there; those that a token has in common are one."""
+_IS_HAN = re.compile(f"[{HAN}]+$")
+FUNCTION_WORDS = {
+    language: frozenset(words.split())
+    for language, words in dict(
+        en=(
+            "a an the this that these those and or but nor so yet if then than as at by for from in into of off on onto out "
+            "over to up with within without about above after again against all also am any are aren't be been before being "
+            "below between both can can't cannot could couldn't did didn't do does doesn't doing don't down during each few "
+            "further had hadn't has hasn't have haven't having he her here hers herself him himself his how i i'm it its it's "
+            "itself just me more most my myself no not now once only other our ours ourselves own same she should some such "
+            "their theirs them themselves there they through too under until very was wasn't we were weren't what when where "
+            "which while who whom whose why will won't would you your yours yourself yourselves is isn't called named known "
+            "located according based there's that's upon per via since because however therefore thus hence may might must "
+            "shall"
+        ),
+        de=(
+            "aber alle allem allen aller alles als also am an auch auf aus bei beim bin bis bist da dabei dafür damit dann "
+            "das dass dein deine dem den denn der deren des dessen dich die dies diese diesem diesen dieser dieses dir doch "
+            "dort du durch ein eine einem einen einer eines er es etwa euch euer eure für gegen habe haben hat hatte hatten "
+            "hier ich ihm ihn ihnen ihr ihre ihrem ihren ihrer ihres im in indem ins ist jede jedem jeden jeder jedes jetzt "
+            "kann kein keine keinem keinen keiner können könnte man mein meine mich mir mit muss müssen nach nicht noch nun "
+            "nur ob oder ohne sehr sein seine seinem seinen seiner seit sich sie sind so solche soll sollen sondern sowie "
+            "über um und uns unser unsere unter vom von vor während war waren warum was weil welche welchem welchen welcher "
+            "welches wenn wer werde werden wie wir wird wo worden wurde wurden zu zum zur zwar zwischen"
+        ),
+        zh="的 了 是 在 和 与 及 或 也 就 而 把 被 将 于 从 着 这 那 吗 呢 吧",
+    ).items()
+}
+"""Words that carry no content of their own, by language."""
+_ALSO_ENGLISH = frozenset(("die", "war", "man", "hat", "den", "bin"))
+"""Words of German that have another meaning in English, and so are no sign of it."""
 
 
 class Word(NamedTuple):
@@ -162,12 +198,14 @@ class Word(NamedTuple):
         text: without blanks; of a token that ends the response, its name; of white space in a response of nothing else, signs.
         start, stop: range of the response's tokens, stop left out.
         is_word: False for a mark.
+        language: whose function words it may be one of.
     """
 
     text: str
     start: int
     stop: int
     is_word: bool
+    language: str = "en"
 
 
 @dataclass(frozen=True)
@@ -201,17 +239,50 @@ class Response:
 
 def _words(texts: list[str]) -> list[Word]:
     """A token belongs to the word that has most of its characters, the first of equals."""
-    text, owner = "".join(texts), [i for i, each in enumerate(texts) for _ in each]
-    found = [(match[0], match.span()) for match in WORD.finditer(text)]
+    text, owners = _with_owners(texts)
+    found = [(text[start:stop], (start, stop)) for start, stop in _spans_of_words(text, owners)]
     shares: dict[int, dict[int, int]] = {}
     for number, (_, (start, stop)) in enumerate(found):
-        for place in range(start, stop):
-            of_token = shares.setdefault(owner[place], {})
+        for token in itertools.chain(*owners[start:stop]):
+            of_token = shares.setdefault(token, {})
             of_token[number] = of_token.get(number, 0) + 1
     tokens_of: dict[int, list[int]] = {}
     for token, of_token in shares.items():
         tokens_of.setdefault(max(of_token, key=lambda number: (of_token[number], -number)), []).append(token)
+    language = _language(word for word, _ in found)
     return [
-        Word(found[number][0], min(own), max(own) + 1, found[number][0][0].isalnum())
-        for number, own in sorted(tokens_of.items())
+        Word(word, min(own), max(own) + 1, word[0].isalnum(), "zh" if _IS_HAN.match(word) else language)
+        for (word, _), own in ((found[number], own) for number, own in sorted(tokens_of.items()))
     ]
+
+
+def _with_owners(texts: list[str]) -> tuple[str, list[list[int]]]:
+    """The text of tokens, and of each character the tokens that it is in; it is in all that have bytes of it."""
+    shown, owner = "".join(texts), [i for i, each in enumerate(texts) for _ in each]
+    text, owners, at = "", list[list[int]](), 0
+    for found in _PARTS_AND_NEXT.finditer(shown):
+        first = found.start() + len(_without_completed(found)) - 1  # of the bytes that the character completes
+        text += shown[at:first] + found[2]
+        owners += [*([i] for i in owner[at:first]), [*dict.fromkeys(owner[first : found.end()])]]
+        at = found.end()
+    return text + shown[at:], [*owners, *([i] for i in owner[at:])]
+
+
+def _spans_of_words(text: str, owners: list[list[int]]) -> list[Span]:
+    """The characters of each word; Chinese ones that have a token in common are one word."""
+    spans: list[Span] = []
+    for found in WORD.finditer(text):
+        start, stop = found.span()
+        if spans and spans[-1][1] == start and _IS_HAN.match(text, start - 1, stop) and {*owners[start - 1]} & {*owners[start]}:
+            spans[-1] = (spans[-1][0], stop)
+        else:
+            spans.append((start, stop))
+    return spans
+
+
+def _language(words: Iterable[str]) -> str:
+    """German where more words are function words of German alone than of English alone; otherwise English."""
+    said = [word.casefold() for word in words]
+    only_german, only_english = FUNCTION_WORDS["de"] - FUNCTION_WORDS["en"], FUNCTION_WORDS["en"] - FUNCTION_WORDS["de"]
+    n_german = sum(word in only_german - _ALSO_ENGLISH for word in said)
+    return "de" if n_german > sum(word in only_english for word in said) else "en"

@@ -24,7 +24,7 @@ Words are compared without case, accents and possessive endings.
 
 import math
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -32,23 +32,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.arguments import Span
-from kvlens.texts import Response, Word
+from kvlens.texts import FUNCTION_WORDS, Response, Word
 
 DEPENDS = 2.0
 """How many nats a word falls by that depends on the units."""
-FUNCTION_WORDS = frozenset(
-    """
-    a an the this that these those and or but nor so yet if then than as at by for from in into of off on onto out over to
-    up with within without about above after again against all also am any are aren't be been before being below between
-    both can can't cannot could couldn't did didn't do does doesn't doing don't down during each few further had hadn't
-    has hasn't have haven't having he her here hers herself him himself his how i i'm it its it's itself just me more most
-    my myself no not now once only other our ours ourselves own same she should some such their theirs them themselves
-    there they through too under until very was wasn't we were weren't what when where which while who whom whose why will
-    won't would you your yours yourself yourselves is isn't called named known located according based there's that's upon
-    per via since because however therefore thus hence may might must shall
-    """.split()  # noqa: SIM905
-)
-"""Words that carry no content of their own (English)."""
 STOPS = frozenset('.!?;:()[]{}"\u201c\u201d\u00ab\u00bb\u2026\u3002\uff01\uff1f|*#')
 ALIKE = str.maketrans("\u2019\u2010\u2011\u2012\u2013\u2014", "'-----")
 COMMAS = frozenset(",\uff0c\u3001")
@@ -79,13 +66,29 @@ def normal(word: str) -> str:
 
 
 def is_content(word: Word) -> bool:
-    """Whether it is a word, and none of `FUNCTION_WORDS`."""
-    return word.is_word and normal(word.text) not in FUNCTION_WORDS
+    """Whether it is a word, and none of its language's function words."""
+    return word.is_word and normal(word.text) not in WITHOUT_CONTENT[word.language]
 
 
-def content_words(words: Iterable[Word]) -> tuple[str, ...]:
-    """The content words among words and marks, as :func:`normal` writes them, each once."""
-    return tuple(dict.fromkeys(normal(word.text) for word in words if is_content(word)))
+WITHOUT_CONTENT = {language: frozenset(map(normal, words)) for language, words in FUNCTION_WORDS.items()}
+
+
+def content_words(words: Iterable[Word], asked: Collection[str] = ()) -> tuple[str, ...]:
+    """The content words among words and marks, as :func:`normal` writes them, each once; those in ``asked`` are left out.
+
+    Neighbors of Chinese are one word here, as another text may have them in other tokens.
+    """
+    found: list[str] = []
+    before = None
+    for word in words:
+        if not is_content(word) or normal(word.text) in asked:
+            continue
+        if before is not None and before.language == word.language == "zh" and before.stop == word.start:
+            found[-1] += normal(word.text)
+        else:
+            found.append(normal(word.text))
+        before = word
+    return tuple(dict.fromkeys(found))
 
 
 def claims_of(response: Response, falls: Sequence[float], question: frozenset[str]) -> list[Claim]:
@@ -100,8 +103,7 @@ def claims_of(response: Response, falls: Sequence[float], question: frozenset[st
     spans = _merged(_extended(words, *span) for span in _runs(words, falls))
     claims = []
     for start, stop in spans:
-        content = content_words(words[start:stop])
-        if content and not question.issuperset(content):
+        if content_words(words[start:stop], question):
             claims.append(claim_of(response, start, stop, sum(falls[start:stop]), question))
     return claims
 
@@ -109,8 +111,7 @@ def claims_of(response: Response, falls: Sequence[float], question: frozenset[st
 def claim_of(response: Response, start: int, stop: int, nats: float, question: frozenset[str]) -> Claim:
     """The words of a response from the start-th to before the stop-th as a claim."""
     chosen = response.words[start:stop]
-    content = content_words(chosen)
-    words = tuple(word for word in content if word not in question) or content or tuple(normal(word.text) for word in chosen)
+    words = content_words(chosen, question) or content_words(chosen) or tuple(normal(word.text) for word in chosen)
     places = places_of_words(response)
     text = response.text[places[start][0] : places[stop - 1][1]]
     return Claim(text, chosen[0].start, chosen[-1].stop, words, nats)
@@ -128,7 +129,7 @@ def places_of_words(response: Response) -> list[Span]:
 
 def _is_name(word: Word) -> bool:
     """Whether it has a capital or a digit in front and is no function word."""
-    return word.is_word and (word.text[0].isupper() or word.text[0].isdigit()) and normal(word.text) not in FUNCTION_WORDS
+    return is_content(word) and (word.text[0].isupper() or word.text[0].isdigit())
 
 
 def _cuts(words: Sequence[Word], i: int) -> bool:
@@ -137,7 +138,7 @@ def _cuts(words: Sequence[Word], i: int) -> bool:
     before, after = (words[i - 1] if i else None), (words[i + 1] if i + 1 < len(words) else None)
     between_names = before is not None and after is not None and _is_name(before) and _is_name(after)
     if word.is_word:
-        return normal(word.text) in FUNCTION_WORDS and not between_names
+        return not is_content(word) and not between_names
     if word.text in COMMAS:
         in_a_date = between_names and before.text[-1].isdigit() and after.text[0].isdigit()  # type: ignore[union-attr]
         return not in_a_date
@@ -270,8 +271,8 @@ def verdict(claim: Claim, falls: Float[Tensor, " pos"], differs: int, firm: int 
         return Verdict(NEAR_TIES if differs else SAME, fall)
     if new is None:
         return Verdict(NOT_KNOWN if may_be_lost(claim, fall, firm) else NOT_LOST, fall)
-    said = {normal(word.text) for word in new}
-    kept = tuple(word for word in claim.words if word in said)
+    said, chinese = {normal(word.text) for word in new}, "".join(word.text if word.language == "zh" else " " for word in new)
+    kept = tuple(word for word in claim.words if word in said or word in chinese)
     if len(kept) == len(claim.words):
         return Verdict(OTHER_WORDS, fall)
     if not may_be_lost(claim, fall, firm):

@@ -21,7 +21,7 @@ from kvlens.checks import Count, checked
 from kvlens.errors import brief, nearest
 from kvlens.explanation.by_unit import UnitSearch
 from kvlens.explanation.citations import DocumentSpan, documents_of
-from kvlens.explanation.claims import DEPENDS, GONE, SAID, Claim, Verdict, claim_of, claims_of, content_words, verdict
+from kvlens.explanation.claims import DEPENDS, GONE, SAID, Claim, Verdict, claim_of, claims_of, is_content, normal, verdict
 from kvlens.explanation.exchanges import MOST_LAYERS, QUESTION_PLACE, Place, exchange_layers, exchange_positions, places_of
 from kvlens.explanation.explained import STATEMENT_COLUMNS, Explained, found_by
 from kvlens.explanation.heading import answering, asked_for, candidates_of
@@ -375,18 +375,19 @@ class Explaining:
     def find_claims(self, nothing: Outcome) -> None:
         """Find the words of the response that fall without all units; the whole response where none does."""
         falls = self.of_words(nothing.falls)
-        self.question = frozenset(self._question_words())
+        self.question = self._question_words()
         self.claims = claims_of(self.response, falls, self.question)
         self.is_whole = not self.claims
         if self.is_whole:
             self.claims = [claim_of(self.response, 0, len(falls), sum(falls), self.question)]
         self.expected = self._expected()
 
-    def _question_words(self) -> tuple[str, ...]:
+    def _question_words(self) -> frozenset[str]:
         """Content words of what is in no unit."""
         text = Response.of(self.model, self.prompt[:0], self.prompt)
         in_unit = self.own.any(dim=0)
-        return content_words(word for word in text.words if not bool(in_unit[word.start : word.stop].any()))
+        kept = (word for word in text.words if not bool(in_unit[word.start : word.stop].any()))
+        return frozenset(normal(word.text) for word in kept if is_content(word))
 
     def of_words(self, falls: Float[Tensor, " pos"]) -> list[float]:
         return [float(falls[word.start : word.stop].sum()) for word in self.response.words]

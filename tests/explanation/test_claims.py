@@ -46,6 +46,15 @@ def test_a_token_belongs_to_the_word_that_has_most_of_it():
     assert [word.is_word for word in words[-3:]] == [True, False, False]
 
 
+def test_a_chinese_character_is_a_word_with_all_tokens_that_have_its_bytes():
+    """As SmolLM2 reads them, in bytes, and as Qwen does, several in a token."""
+    of_bytes = ["<0xE4><0xBC>", "会", "<0xE8>", "议", "在", "成<0xE9>", "都", "。"]
+    assert [word[:3] for word in _words(of_bytes)] == [
+        ("会", 0, 2), ("议", 2, 4), ("在", 4, 5), ("成都", 5, 7), ("。", 7, 8),
+    ]  # fmt: skip
+    assert [word[:3] for word in _words(["会议", "在", "成都"])] == [("会议", 0, 1), ("在", 1, 2), ("成都", 2, 3)]
+
+
 def test_an_answer_of_white_space_alone_is_explained_by_its_signs():
     found = kvlens.explain(kvlens.load("docs-linear"), "Colours: red, green.", " x = 1\n")
     assert found.response == "⏎" and list(found.claims["text"]) == ["⏎"]
@@ -64,6 +73,10 @@ def test_an_answer_of_white_space_alone_is_explained_by_its_signs():
         (["It", " is", " in", " the", " house"], {"is": 5.0, "the": 5.0}, []),
         (["One", ".", " Two"], {"One": 5.0, "Two": 5.0}, ["One", "Two"]),
         (["falls", " little"], {"falls": 1.9}, []),
+        (["Das", " Fest", " ist", " im", " Garten", "."], {"Das": 3.0, "ist": 5.0, "im": 5.0, "Garten": 5.0}, ["Garten"]),
+        (["Er", " wohnt", " in", " der", " Villa", " und", " kocht"], {"der": 5.0, "und": 5.0, "kocht": 5.0}, ["kocht"]),
+        (["The", " war", " was", " lost", " by", " the", " man"], {"war": 5.0, "man": 5.0}, ["war", "man"]),
+        (["会", "议", "在", "成", "都", "举", "行", "。"], {"在": 5.0, "成": 5.0, "都": 5.0}, ["成都"]),
     ],
 )
 def test_claims_are_the_words_that_fall(tokens, marked, claims):
@@ -72,6 +85,14 @@ def test_claims_are_the_words_that_fall(tokens, marked, claims):
 
 def test_what_the_question_has_already_is_no_claim():
     assert claimed(["The", " office", " moves"], {"office": 5.0, "moves": 5.0}, frozenset({"office", "moves"})) == []
+
+
+def test_chinese_words_of_a_claim_are_found_in_other_tokens():
+    found = response("会", "议", "在", "成都", "举行")
+    claim = claim_of(found, 3, 5, 9.0, frozenset({"举行"}))
+    assert claim.words == ("成都",)
+    for said, name in ((["在", "成", "都", "。"], "other words"), (["成", "了", "都"], "lost"), (["北京", "举行"], "lost")):
+        assert verdict(claim, torch.full((5,), 9.0), 1, 3, response(*said).words).name == name
 
 
 def test_comparisons_ignore_case_accents_and_possessives():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 
-from kvlens.explanation.claims import GONE, NOT_REACHED, SAID, claim_of, content_words, verdict
+from kvlens.explanation.claims import GONE, NOT_REACHED, SAID, claim_of, is_content, normal, verdict
 from kvlens.texts import Response
 
 FIRM, MOST_TOKENS = math.log(4), 32
@@ -235,7 +235,8 @@ def citations_again(model: Any, plain: Plain, found: Any, ends: Any) -> tuple[in
     units = list(found.units[["start", "stop"]].itertuples(index=False, name=None))
     in_unit = [any(start <= i < stop for start, stop in units) for i in range(len(found.tokens))]
     prompt = Response.of(model, found.tokens[:0], found.tokens)
-    always = frozenset(content_words(word for word in prompt.words if not any(in_unit[word.start : word.stop])))
+    kept = (word for word in prompt.words if not any(in_unit[word.start : word.stop]))
+    always = frozenset(normal(word.text) for word in kept if is_content(word))
     response, false, n = Response.of(model, found.tokens, found.response_tokens), [], 0
     runs = sorted(runs_of_citations(found))
     for statement, pairs in itertools.groupby(runs, key=lambda pair: pair[0]):
