@@ -116,8 +116,8 @@ class UnitSearch:
             lost |= dict.fromkeys(may)
             if len(self.everything) == 1:
                 continue
-            if may and number == self.explaining.expected:
-                self.runs.without([self.everything - {may[0]}])
+            if self.everything.difference(may) and may and number == self.explaining.expected:
+                self.runs.without([self.everything.difference(may)])
             elif not may and self._may_lose(number, {0: nothing}):
                 self._follow_sets(number)
         self.runs.without([[unit] for unit in lost], "closed")
@@ -166,9 +166,9 @@ class UnitSearch:
         if not breaking and several and self.explaining.room("sets of units", n_tokens):
             with self.runs.step("sets"):
                 breaking = self._several(number)
-        others = self.everything.difference(*breaking[:1])
+        others = self.everything.difference(*breaking)
         if breaking and others and is_heading:
-            self.add(number, self.runs.without([others])[0], "only", breaking[0], others=True)
+            self.add(number, self.runs.without([others])[0], "only", self.everything - others, others=True)
         return breaking[0] if breaking else ()
 
     def _closed(self, number: int, members: Iterable[int], kept: Outcome) -> bool:

@@ -6,7 +6,9 @@
 - *question*: the word is in no such claim, and the question, which is never removed, has it.
 - *repeated*: a claim with sources before it has the word, and without any unit it is not said, nor does it fall where that
   claim is given: it is cited as that claim.
-- *memory*: without any unit the model says it, too; or it does not fall there, the words before it given.
+- *follows*: likewise, but no claim has it: it follows from the words before it (``9 + 4 = 13``). It is cited by the units that
+  words before it in its sentence are cited by, and without which it is not said.
+- *memory*: without any unit the model says it, too; or it does not fall there, and follows from none before it.
 - *unfound*: without any unit it is lost, and no unit or set of units that was tried loses it.
 """
 
@@ -19,11 +21,11 @@ import pandas as pd
 from kvlens.analyses.declaration import Columns
 from kvlens.arguments import Span
 from kvlens.explanation.claims import NOT_REACHED, SAID, claim_of, is_content, normal, places_of_words
-from kvlens.texts import Word
+from kvlens.texts import WORD, Word
 from kvlens.units import Layout, Unit, spans_of
 
-ACCOUNTS = ("source", "together", "repeated", "memory", "question", "unfound")
-SOURCE, TOGETHER, SAID_BEFORE, SAID_ANYWAY, IN_QUESTION, UNFOUND = ACCOUNTS
+ACCOUNTS = ("source", "together", "repeated", "follows", "memory", "question", "unfound")
+SOURCE, TOGETHER, SAID_BEFORE, FOLLOWS, SAID_ANYWAY, IN_QUESTION, UNFOUND = ACCOUNTS
 CITATION_COLUMNS = Columns(
     claim=("int64", "the claim; of a word that is ``repeated`` the one before it; -1: in none that has a source"),
     text=("str", "as the response has it"),
@@ -31,7 +33,7 @@ CITATION_COLUMNS = Columns(
     response_stop=("int64", "behind its last"),
     account=(
         "str",
-        "``source``, ``together``, ``repeated``, ``memory``, ``question`` or ``unfound``: :mod:`~kvlens.explanation.citations`",
+        f"{', '.join(f'``{name}``' for name in ACCOUNTS)}: :mod:`~kvlens.explanation.citations`",
     ),
     source=("int64", "the number that it is cited by, from 1; 0: it has no source"),
     unit=("int64", "that source; -1: none"),
@@ -51,6 +53,8 @@ SENTENCE_COLUMNS = Columns(
 )
 MARK_OF = {SAID_ANYWAY: "memory", UNFOUND: "?"}
 """What stands in brackets behind words without a source; nothing behind those of the question."""
+FOLLOWS_FROM = "follows from "
+"""What stands there before the numbers of what a word follows from."""
 ENDS_OF_RUNS = frozenset(".!?\n\u3002\uff01\uff1f")
 """Words on both sides of these have a mark each."""
 
@@ -115,7 +119,7 @@ def citations_of(explaining: Any) -> pd.DataFrame:
     for claim, first, last, account, sets in _accounts(explaining):
         start, stop = places[first][0], places[last][1]
         for units in sets or [()]:
-            found = _lost_without(explaining, claim)[units] if units else _without_any(explaining, first, last)
+            found = _lost_without(explaining, claim).get(units) or _without_any(explaining, first, last)
             for unit in units or (-1,):
                 number = numbers.setdefault(unit, len(numbers) + 1) if units else 0
                 place = explaining.read.unit_places[unit] if units else DocumentSpan("", -1, -1)
@@ -133,15 +137,20 @@ def _accounts(explaining: Any) -> Iterator[AccountedSpan]:
     def owner(i: int) -> int:
         return next((n for n, c in enumerate(claims) if sources[n] and c.start <= words[i].start < c.stop), -1)
 
+    cited: list[tuple[int, ...]] = []  # what words before in the sentence are cited by
     for number, group in itertools.groupby(shown, key=owner):
         members = list(group)
         if number >= 0:
             account = SOURCE if len(sources[number][0]) == 1 else TOGETHER
             yield AccountedSpan(number, members[0], members[-1], account, sources[number])
+            cited += sources[number]
             continue
         for i in members:
             if needs_account(words[i], explaining.response.text, *places[i]):
-                yield _without_source(explaining, i, sources)
+                yield (found := _without_source(explaining, i, sources, cited))
+                cited += found.sources
+            if ENDS_OF_RUNS.intersection((words[i].text, *explaining.response.text[places[i][1] :][:1])):
+                cited = []
 
 
 def _sources(explaining: Any, number: int) -> list[tuple[int, ...]]:
@@ -150,8 +159,17 @@ def _sources(explaining: Any, number: int) -> list[tuple[int, ...]]:
     return [units for units in lost if len(units) == 1] or lost[:1]
 
 
-def _without_source(explaining: Any, i: int, sources: Sequence[list[tuple[int, ...]]]) -> AccountedSpan:
-    """The account of a word that is in no claim with sources."""
+def _without_source(
+    explaining: Any, i: int, sources: Sequence[list[tuple[int, ...]]], cited: Iterable[tuple[int, ...]]
+) -> AccountedSpan:
+    """The account of a word that is in no claim with sources.
+
+    Args:
+        explaining: the explanation.
+        i: which word of the response.
+        sources: of each claim.
+        cited: what words before it in its sentence are cited by.
+    """
     word, claims = explaining.response.words[i], explaining.claims
     name, verdict = normal(word.text), _without_any(explaining, i, i).verdict
     if name in explaining.question:
@@ -159,7 +177,16 @@ def _without_source(explaining: Any, i: int, sources: Sequence[list[tuple[int, .
     before = [n for n, claim in enumerate(claims) if sources[n] and claim.stop <= word.start and name in claim.words]
     if verdict == NOT_REACHED and before:
         return AccountedSpan(before[-1], i, i, SAID_BEFORE, sources[before[-1]])
+    followed = [units for units in dict.fromkeys(cited) if len(units) == 1 and not _is_said_without(explaining, units[0], name)]
+    if verdict == NOT_REACHED and followed:
+        return AccountedSpan(-1, i, i, FOLLOWS, followed)
     return AccountedSpan(-1, i, i, SAID_ANYWAY if verdict in SAID or verdict == NOT_REACHED else UNFOUND)
+
+
+def _is_said_without(explaining: Any, unit: int, name: str) -> bool:
+    """Whether a text has a word that was said without a unit which loses a claim, its gap kept or closed."""
+    texts = [row["says"] for row in explaining.rows if (row["role"], row["parts"]) == ("breaking", str(unit))]
+    return any(name in map(normal, WORD.findall(text)) or name in text for text in texts)
 
 
 def needs_account(word: Word, text: str, start: int, stop: int) -> bool:
@@ -217,6 +244,7 @@ def marked_runs(response: str, citations: pd.DataFrame) -> list[MarkedRun]:
             continue
         together = TOGETHER in set(citations.loc[citations["claim"] == rows["claim"].iloc[0], "account"])
         mark = MARK_OF.get(account) or ("+" if together else ", ").join(map(str, sorted(numbers)))
+        mark = f"{FOLLOWS_FROM}{mark}" if account == FOLLOWS else mark
         before = found[-1] if found else None
         goes_on = before is not None and before.mark == mark and not ENDS_OF_RUNS.intersection(response[before.stop : start])
         if before is not None and goes_on and account not in (SOURCE, TOGETHER):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from kvlens.explanation.claims import GONE, LOST, NEAR_TIES, NOT_KNOWN, OTHER_WORDS, PARTLY, SAME
+from kvlens.explanation.claims import FIRM, GONE, LOST, NEAR_TIES, NOT_KNOWN, OTHER_WORDS, PARTLY, SAME
 from kvlens.explanation.exchanges import POSITION_GROUPS
 
 LONGEST_UNIT, LONGEST_SAID = 160, 240
@@ -77,12 +77,16 @@ def quoted(text: str, longest: int = LONGEST_SAID) -> str:
 
 
 def odds(row: Any) -> str:
-    """What becomes of a claim's probability: in percent, or in nats where one of the two cannot be read or both look alike."""
+    """What becomes of a claim's probability: in percent, or in nats where one of the two cannot be read or both look alike.
+
+    What is lost without a firm fall is lost as its first differing token gives way to another, by the definition of *lost*.
+    """
     before, after = map(_percent, (row.p_before, row.p_after))
-    if min(row.p_before, row.p_after) >= READABLE and before != after:
-        return f"{before} to {after}"
     nats = round(float(row.nats), 1)
-    return f"it {'falls' if nats >= 0 else 'rises'} by {abs(nats):.1f} nats"
+    by = "; another word becomes likelier" if row.verdict in GONE and row.nats <= FIRM else ""
+    if min(row.p_before, row.p_after) >= READABLE and before != after:
+        return f"{before} to {after}{by}"
+    return f"it {'falls' if nats >= 0 else 'rises'} by {abs(nats):.1f} nats{by}"
 
 
 def _percent(p: float) -> str:
@@ -231,7 +235,7 @@ def _of_units(found: Any) -> Iterator[PrintedSentence]:
         each = found.rows("units", "each")
         yield PrintedSentence(f"None of the parts loses it alone{_both_ways(one_way)}.", tuple(map(int, each.index)))
     for row in found.rows("units", "only").itertuples():
-        those = "that part" if len(found.cause) == 1 else "those parts"
+        those = "that part" if SEPARATOR not in row.parts else "those parts"
         yield PrintedSentence(_ended(f"With only {those} left, {outcome(named, row)}"), (int(row.Index),))
     yield from one_way
 

@@ -1,13 +1,22 @@
 """The marks of an answer, with the list below it: what each mark stands for, in words and on the page."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pandas as pd
 
-from kvlens.explanation.citations import IN_QUESTION, SAID_ANYWAY, SOURCE, TOGETHER, UNFOUND, MarkedRun, marked_runs
-from kvlens.explanation.claims import NEAR_TIES, PARTLY, SAID, SAME
+from kvlens.explanation.citations import (
+    FOLLOWS_FROM,
+    IN_QUESTION,
+    SAID_ANYWAY,
+    SOURCE,
+    TOGETHER,
+    UNFOUND,
+    MarkedRun,
+    marked_runs,
+)
+from kvlens.explanation.claims import GONE, NEAR_TIES, PARTLY, SAID, SAME
 from kvlens.explanation.presentation import SEPARATOR, listed, some_named, unit_named
 from kvlens.viz._text import html_text
 
@@ -40,20 +49,47 @@ def sources_in_words(found: Any) -> list[SourceLine]:
         alone, unit = rows[rows["account"] == SOURCE], int(rows["unit"].iloc[0])
         text, of_claims = _without_these(found, alone, str(unit), "it") if len(alone) else ("", ())
         lines.append(SourceLine(str(number), f"{unit_named(found, unit)}{'. ' if text else ''}{text}", of_claims))
-    several = [rows for _, rows in own[own["account"] == TOGETHER].groupby("claim", sort=False)]
-    numbers = [SEPARATOR.join(map(str, sorted(rows["source"]))) for rows in several]
-    for mark in dict.fromkeys(numbers):
-        claims = pd.concat([rows.head(1) for rows, number in zip(several, numbers, strict=True) if number == mark])
-        parts = SEPARATOR.join(map(str, sorted(several[numbers.index(mark)]["unit"])))
-        lines.append(SourceLine(mark, *_without_these(found, claims, parts, "these together")))
-    return [*lines, *_without_sources(found)]
+    return [*lines, *_of_several(found, own), *_without_sources(found)]
+
+
+def _of_several(found: Any, own: pd.DataFrame) -> Iterator[SourceLine]:
+    """The lines on claims with several sources: those that are all needed, and those of which one is enough."""
+    for account, joint in ((SOURCE, ", "), (TOGETHER, SEPARATOR)):
+        several = [rows for _, rows in own[own["account"] == account].groupby("claim", sort=False) if len(rows) > 1]
+        numbers = [joint.join(map(str, sorted(rows["source"]))) for rows in several]
+        for mark in dict.fromkeys(numbers):
+            claims = pd.concat([rows for rows, number in zip(several, numbers, strict=True) if number == mark])
+            yield SourceLine(mark, *(_all_needed if account == SOURCE else _one_enough)(found, claims))
+
+
+def _all_needed(found: Any, claims: pd.DataFrame) -> tuple[str, tuple[int, ...]]:
+    """What is said of claims that are lost without each of several sources, and the statements that say so."""
+    units = set(map(str, claims["unit"]))
+    lost, rows = _lost_in_words(found, claims.drop_duplicates("claim")), _breaking(found, claims, units)
+    return f"{'Both' if len(units) == 2 else 'All'} are needed: without one of these, {lost}.", rows
+
+
+def _one_enough(found: Any, claims: pd.DataFrame) -> tuple[str, tuple[int, ...]]:
+    """What is said of claims that are lost without several sources together: likewise."""
+    units = sorted(set(claims["unit"]))
+    each = found.statements.query("about == 'units' and role == 'each' and gap == 'kept'")
+    alone = each[each["claim"].isin(claims["claim"]) & each["parts"].isin([*map(str, units)])]
+    text = f"Without these together, {_lost_in_words(found, claims.drop_duplicates('claim'))}"
+    rows = _breaking(found, claims, {SEPARATOR.join(map(str, units))})
+    if len(alone) < len(claims) or alone["verdict"].isin(GONE).any():
+        return f"{text}.", rows
+    return f"{text}, but not without one of them alone.", (*rows, *map(int, alone.index))
 
 
 def _without_these(found: Any, claims: pd.DataFrame, parts: str, them: str) -> tuple[str, tuple[int, ...]]:
     """Which claims are lost without units, and the statements that say so."""
+    return f"Without {them}, {_lost_in_words(found, claims)}.", _breaking(found, claims, {parts})
+
+
+def _breaking(found: Any, claims: pd.DataFrame, sets: Collection[str]) -> tuple[int, ...]:
+    """The statements by which claims are lost without sets of units."""
     lost = found.statements.query("about == 'units' and role == 'breaking'")
-    rows = lost.index[lost["claim"].isin(claims["claim"]) & (lost["parts"] == parts)]
-    return f"Without {them}, {_lost_in_words(found, claims)}.", tuple(map(int, rows))
+    return tuple(map(int, lost.index[lost["claim"].isin(claims["claim"]) & lost["parts"].isin(sets)]))
 
 
 def _lost_in_words(found: Any, rows: pd.DataFrame) -> str:
@@ -70,6 +106,7 @@ def _without_sources(found: Any) -> Iterator[SourceLine]:
     """The lines on words without a source; what they say is about the run without any part."""
     rows = tuple(map(int, found.rows("units", "none").index))
     account, is_said = found.citations["account"], found.citations["verdict"].isin(SAID)
+    yield from _following(found, rows)
     verdicts = set(found.citations.loc[account == SAID_ANYWAY, "verdict"])
     left = _phrases(found, (account == SAID_ANYWAY) & ~is_said)
     if verdicts and verdicts <= {SAME, NEAR_TIES}:
@@ -78,14 +115,30 @@ def _without_sources(found: Any) -> Iterator[SourceLine]:
     elif said := _phrases(found, (account == SAID_ANYWAY) & is_said):
         yield SourceLine("memory", f"Said without any part of the prompt, too: {some_named(said)}.", rows)
     if left:
-        fall = "it does not fall" if len(left) == 1 else "these do not fall"
-        text = f"Not said without any part of the prompt, but behind the same words {fall}: {some_named(left)}."
+        text = f"Not said without any part of the prompt, but behind the same words {_do_not_fall(left)}."
         yield SourceLine("memory", text, rows)
     if unfound := _phrases(found, account == UNFOUND):
         text = f"Lost without all parts of the prompt, and no part was found that loses it: {some_named(unfound)}."
         yield SourceLine("?", text, rows)
     if asked := _phrases(found, account == IN_QUESTION):
         yield SourceLine("", f"Words of the question have no mark: {some_named(asked)}.", ())
+
+
+def _following(found: Any, of_nothing: tuple[int, ...]) -> Iterator[SourceLine]:
+    """The lines on words that follow from words before them."""
+    runs = [run for run in marked_runs(found.response, found.citations) if run.mark.startswith(FOLLOWS_FROM)]
+    for mark in dict.fromkeys(run.mark for run in runs):
+        chosen = found.citations.index.isin([row for run in runs if run.mark == mark for row in run.rows])
+        units = found.citations[chosen].drop_duplicates("source").sort_values("source")
+        lost = found.statements.query("about == 'units' and role == 'breaking'")
+        rows = lost.index[lost["parts"].isin(set(map(str, units["unit"])))]
+        without = " or without ".join(f"[{number}]" for number in units["source"])
+        text = f"Not said without {without}, but behind the words before, {_do_not_fall(_phrases(found, chosen))}."
+        yield SourceLine(mark, text, (*of_nothing, *map(int, rows)))
+
+
+def _do_not_fall(words: Sequence[str]) -> str:
+    return f"{'it does not fall' if len(words) == 1 else 'these do not fall'}: {some_named(words)}"
 
 
 def _phrases(found: Any, chosen: pd.Series) -> list[str]:
@@ -128,7 +181,7 @@ def marked_response(found: Any, lines: Sequence[SourceLine]) -> str:
 
 def _mark(marks: Sequence[str], number: int, run: MarkedRun) -> str:
     """A mark, of which each number or word leads to the first line that has it."""
-    names = re.split(r"(, |\+)", run.mark)
+    names = re.split(rf"(, |\+|{FOLLOWS_FROM})", run.mark)
     links = "".join(f'<a href="#source-{marks.index(name)}">{name}</a>' if name in marks else name for name in names)
     return f'<sup class="mark" id="mark-{number}">[{links}]</sup>'
 
@@ -140,7 +193,7 @@ def source_list(found: Any, lines: Sequence[SourceLine]) -> str:
         back = "".join(
             f' <a href="#mark-{number}" title="in the answer: {html_text(found.response[run.start : run.stop])}">↑</a>'
             for number, run in enumerate(runs)
-            if line.mark and line.mark in (run.mark, *re.split(r", |\+", run.mark))
+            if line.mark and line.mark in (run.mark, *re.split(rf", |\+|{FOLLOWS_FROM}", run.mark))
         )
         mark = f'<b class="cited">[{html_text(line.mark)}]</b> ' if line.mark else ""
         items.append(f'<li id="source-{i}">{mark}{html_text(" ".join(line.text.split()))}{back}</li>')

@@ -23,7 +23,7 @@ from kvlens.explanation.citations import (
 )
 from kvlens.explanation.claims import LOST, NOT_REACHED, OTHER_WORDS, PARTLY, SAME, Verdict, claim_of
 from kvlens.explanation.sources import sources_in_words
-from kvlens.texts import Response, _words
+from kvlens.texts import Response, Word, _words
 from kvlens.units import cut, layout_of_tokens
 
 QUESTION = " Which animal does Kaya keep? Kaya keeps a"
@@ -53,7 +53,7 @@ def test_spans_are_the_very_text_and_each_content_word_has_one_account(found):
     for word in found.words.itertuples():
         inside = (found.citations["response_start"] <= word.start) & (word.stop <= found.citations["response_stop"])
         accounts = set(found.citations.loc[inside & (word.start < word.stop), "account"])
-        of_text = SimpleNamespace(text=word.text, is_word=word.text[0].isalnum())
+        of_text = Word(word.text, 0, 0, word.text[0].isalnum())
         if needs_account(of_text, found.response, word.start, word.stop):
             assert accounts == {word.account} <= set(ACCOUNTS)
         else:
@@ -72,7 +72,9 @@ def test_a_source_is_a_run_that_lost_the_claim(found):
     for line in sources_in_words(found):
         assert line.rows or line.mark in ("", "1", "2")
         if "is lost" in line.text:
-            assert set(found.statements.loc[list(line.rows), "verdict"]) == {"lost"}
+            runs = found.statements.loc[list(line.rows)]
+            is_alone = ~runs["parts"].str.contains("+", regex=False) & ("not without one of them alone" in line.text)
+            assert (runs["verdict"].eq("lost") != is_alone).all()
 
 
 def test_marks_stand_in_text_terminal_json_and_page_linked_both_ways(model, found, capsys):
@@ -84,7 +86,7 @@ def test_marks_stand_in_text_terminal_json_and_page_linked_both_ways(model, foun
     assert data["marked"] == found.marked and len(data["citations"]) == len(found.citations)
     assert data["by_sentence"][0]["text"] == found.by_sentence["text"][0] and data["documents"] == found.documents
     ids, links = (set(re.findall(f'{where}((?:mark|source)-\\d+)"', html)) for where in ('id="', 'href="#'))
-    not_in_a_mark = {f"source-{i}" for i, line in enumerate(sources_in_words(found)) if not line.mark or "+" in line.mark}
+    not_in_a_mark = {f"source-{i}" for i, line in enumerate(sources_in_words(found)) if not line.mark.isalnum()}
     assert links == ids - not_in_a_mark
 
 
@@ -94,9 +96,24 @@ def test_what_stands_for_two_together_and_for_one(model):
     assert [str(line) for line in sources_in_words(two)] == [
         '[1] sentence 1 ("Kaya feeds a donkey.")',
         '[2] sentence 3 ("At night Kaya feeds a donkey.")',
-        "[1+2] Without these together, 'donkey' is lost.",
+        "[1+2] Without these together, 'donkey' is lost, but not without one of them alone.",
     ]
     assert str(sources_in_words(one)[0]).endswith("(\"At night Kaya feeds a donkey.\"). Without it, 'donkey' is lost.")
+
+
+def test_two_facts_that_are_both_needed_are_said_to_be_and_kept_alone_together():
+    model = kvlens.load("facts-hops-gpt2")
+    story = "The pouch is in the chapel. The case is in the harbor. The hammer is in the pouch. The basket is in the case."
+    found = kvlens.explain(model, story, " Which room holds the basket? The", answer=" harbor", depth="units")
+    assert found.marked == "harbor [1, 2]"
+    (line,) = [line for line in sources_in_words(found) if line.mark == "1, 2"]
+    assert line.text == "Both are needed: without one of these, 'harbor' is lost."
+    runs = found.statements.loc[list(line.rows)]
+    assert set(zip(runs["parts"], runs["gap"], runs["verdict"], strict=True)) == {
+        (part, gap, "lost") for part in ("1", "3") for gap in ("kept", "closed")
+    }
+    assert found.rows("units", "only")[["parts", "verdict"]].to_numpy().tolist() == [["1+3", "same words"]]
+    assert "With only those parts left, the model answers as before." in str(found)
 
 
 # --- by hand ------------------------------------------------------------------------------------------------------------------
@@ -106,12 +123,12 @@ CLAIMS = {"Tom": (0, 1), "Buy milk": (2, 4), "Rome": (5, 6)}
 WITHOUT = {"italy": NOT_REACHED, "rome": NOT_REACHED, "sells": OTHER_WORDS, "paris": LOST, "office": SAME}
 
 
-def by_hand(lost):
+def by_hand(lost, says="Italy sells."):
     """An explanation of a made-up response, whose claims are lost without these units."""
     response = Response(torch.arange(len(TOKENS)), tuple(_words(TOKENS)), "".join(TOKENS))
     question = frozenset({"office"})
     rows = [
-        dict(claim=number, about="units", role="breaking", gap="kept", parts=parts, verdict=verdict, nats=nats)
+        dict(claim=number, about="units", role="breaking", gap="kept", parts=parts, verdict=verdict, nats=nats, says=says)
         for number, parts, verdict, nats in lost
     ]
     return SimpleNamespace(
@@ -148,6 +165,17 @@ def test_accounts_by_hand():
     assert [text[run.start : run.stop] for run in marked_runs(text, table)][1] == "Buy milk"
 
 
+def test_a_word_that_is_not_said_without_a_source_before_it_follows_from_that():
+    """Italy from Rome, which unit 0 states; not where Italy is said without that unit, too."""
+    lost = [(0, "3", LOST, 4.0), (1, "1", LOST, 4.0), (2, "0", LOST, 6.0), (2, "1", LOST, 3.0)]
+    table = citations_of(by_hand(lost, says="in Oslo."))
+    assert table.loc[table["account"] == "follows", ["text", "unit"]].to_numpy().tolist() == [
+        ["Italy", 3], ["Italy", 1], ["Italy", 0],
+    ]  # fmt: skip
+    assert "Rome [2, 3], Italy [follows from 1, 2, 3]. Rome [2, 3] sells [memory]" in marked("".join(TOKENS), table)
+    assert "Italy [memory]" in marked("".join(TOKENS), citations_of(by_hand(lost)))
+
+
 def test_a_claim_that_nothing_loses_is_accounted_word_by_word():
     table = citations_of(by_hand([]))
     assert (table["unit"] == -1).all() and table.loc[table["text"] == "milk", "account"].tolist() == ["unfound"]
@@ -162,13 +190,13 @@ def test_sentences_of_the_response_say_what_they_rest_on():
     assert found["text"].tolist() == ["Tom: Buy milk in Rome, Italy.", "Rome sells Paris no office."]
     spans = zip(found["response_start"], found["response_stop"], strict=True)
     assert found["sources"].tolist() == ["1,2", "2"] and [text[a:b] for a, b in spans] == found["text"].tolist()
-    assert found[list(ACCOUNTS)].to_numpy().tolist() == [[2, 0, 0, 1, 0, 2], [0, 0, 1, 1, 1, 1]]
+    assert found[list(ACCOUNTS)].to_numpy().tolist() == [[2, 0, 0, 0, 1, 0, 2], [0, 0, 1, 0, 1, 1, 1]]
 
 
 def test_numbers_of_lines_have_no_account_and_a_no_in_front_has():
     text = "1. No, 3 apples\n2) milk"
     places = {word: text.index(word) for word in ("1", "No", "3", "2", "milk")}
-    words = {word: SimpleNamespace(text=word, is_word=True) for word in places}
+    words = {word: Word(word, 0, 0, True) for word in places}
     needed = [word for word, at in places.items() if needs_account(words[word], text, at, at + len(word))]
     assert needed == ["3", "milk"] and needs_account(words["No"], "No, 3", 0, 2)
 

@@ -482,11 +482,12 @@ def test_no_sentence_denies_a_run_that_lost_the_claim(verdicts):
         (0.9999, 2e-5, "> 99.9 % to 0.002 %"),
         (0.975, 6.6e-7, "it falls by 14.2 nats"),
         (1e-12, 1e-30, "it falls by 41.4 nats"),
-        (1e-12, 2e-12, "it rises by 0.7 nats"),
-        (0.9997, 0.9996, "it falls by 0.0 nats"),
+        (1e-12, 2e-12, "it rises by 0.7 nats; another word becomes likelier"),
+        (0.9997, 0.9996, "it falls by 0.0 nats; another word becomes likelier"),
+        (0.232, 0.237, "23.2 % to 23.7 %; another word becomes likelier"),
     ],
 )
-def test_a_probability_that_cannot_be_read_is_given_in_nats(before, after, words):
+def test_what_becomes_of_a_probability_is_said_so_that_it_can_be_read(before, after, words):
     row = SimpleNamespace(
         p_before=before, p_after=after, nats=math.log(before / after), says="x", verdict="lost", kept_words=""
     )

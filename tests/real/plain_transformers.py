@@ -205,6 +205,7 @@ ACCOUNTED = {
     "source": GONE,
     "together": GONE,
     "repeated": {NOT_REACHED},
+    "follows": {NOT_REACHED},
     "memory": SAID | {NOT_REACHED},
     "unfound": GONE,
 }
