@@ -9,9 +9,10 @@ counted, and the first ``--wrong`` of them are explained, too, for reading. Of t
 run again by plain Transformers (``tests/real/plain_transformers.py``): those that are printed, those that a mark of the answer
 rests on, and ``--again`` others. A run is
 resumed where it stopped: one JSON line a question. ``--heads N`` chooses what heads the explanations of N right answers,
-about the answering passage alone, by several rules, and explains none. Printed: cases tried and right; the share of right
-answers of which a cause contains the short answer's sentence; causes beside it for each question; statements run again and
-false ones; seconds; layers that lose the claim alone.
+about the answering passage alone, by several rules, and explains none. ``--cases FILE`` explains stored chats instead, such as
+those of ``explanation_cases.jsonl``; what each explanation says is in the file of ``--out``, to be read. Printed: cases tried
+and right; the share of right answers of which a cause contains the short answer's sentence; causes beside it for each question;
+statements run again and false ones; seconds; layers that lose the claim alone.
 """
 
 import argparse
@@ -247,6 +248,49 @@ def on_heads(model: Any, rows: list[dict[str, Any]], out: Path, n: int) -> str:
     return f"{len(done)} tried, {sum(case['right'] for case in done)} right\n{head_rates(cases)}"
 
 
+def chat_of(case: dict[str, Any]) -> kvlens.Chat:
+    """The chat of a stored case: messages, or a question about documents."""
+    if "messages" in case:
+        return kvlens.Chat(case["messages"])
+    return kvlens.Chat.ask(case["question"], case["documents"], case.get("system"))
+
+
+def told(model: Any, case: dict[str, Any], depth: Any) -> dict[str, Any]:
+    """What an explanation of a stored case says, and whether it cites what the answer has to rest on."""
+    chat, worked = chat_of(case), time.process_time()
+    given = None
+    if "tokens" in case:  # more than an answer has by itself
+        given = torch.tensor(responses(model, [chat.tokens(model)], case["tokens"])[0])
+    found = kvlens.explain(model, chat, answer=given, by=case.get("by", "sentence"), depth=depth)
+    cited = set(found.citations["unit"])
+    named = [
+        any(text in u.unit_text or u.unit_text.strip() in text for u in found.units.itertuples() if u.unit in cited)
+        for text in case["rests"]
+    ]
+    return {
+        "name": case["name"],
+        "units": found.units["unit_text"].tolist(),
+        "named": named,
+        "words": str(found),
+        "n_tokens": found.n_tokens,
+        "processor": time.process_time() - worked,
+    }
+
+
+def on_cases(model: Any, cases: Path, out: Path, depth: Any) -> str:
+    """Explain the stored cases that are missing."""
+    done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    for line in cases.read_text(encoding="utf-8").splitlines():
+        if (case := json.loads(line))["name"] in {each["name"] for each in done}:
+            continue
+        done.append(told(model, case, depth))
+        with out.open("a", encoding="utf-8") as out_file:
+            out_file.write(json.dumps(done[-1], ensure_ascii=False) + "\n")
+        print(f"{done[-1]['name']}, {done[-1]['processor']:.0f} s: {done[-1]['words']}", end="\n\n", flush=True)
+    named = sum(sum(each["named"]) for each in done)
+    return f"{len(done)} cases; cited are {named} of {sum(len(each['named']) for each in done)} parts that state the answer"
+
+
 def on_stories(name: str, n: int) -> str:
     """Of a model that ships, on questions of held-out stories that it answers right."""
     model = kvlens.load(name)
@@ -280,6 +324,7 @@ def main(words: list[str]) -> None:
     say.add_argument("--out", type=Path)
     say.add_argument("--stories", type=int, help="explain so many answers of a model that ships, instead")
     say.add_argument("--heads", type=int, help="choose the heads of so many right answers, instead")
+    say.add_argument("--cases", type=Path, help="explain the chats of a file instead")
     say.add_argument("--right", type=int, default=60)
     say.add_argument("--wrong", type=int, default=10)
     say.add_argument("--again", type=int, default=12)
@@ -293,6 +338,9 @@ def main(words: list[str]) -> None:
     args = say.parse_args(words)
     if args.stories:
         print(on_stories(args.model, args.stories))
+        return
+    if args.cases:
+        print(on_cases(kvlens.load(args.model, device=args.device), args.cases, args.out, args.depth))
         return
     with gzip.open(args.data, "rt", encoding="utf-8") as data:
         rows = [json.loads(line) for line in data]
