@@ -66,8 +66,9 @@ def normal(word: str) -> str:
 
 
 def is_content(word: Word) -> bool:
-    """Whether it is a word, and none of its language's function words."""
-    return word.is_word and normal(word.text) not in WITHOUT_CONTENT[word.language]
+    """Whether it is a word, and none of its language's function words, nor several of Chinese."""
+    name, without = normal(word.text), WITHOUT_CONTENT[word.language]
+    return word.is_word and not (without.issuperset(name) if word.language == "zh" else name in without)
 
 
 WITHOUT_CONTENT = {language: frozenset(map(normal, words)) for language, words in FUNCTION_WORDS.items()}

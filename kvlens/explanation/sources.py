@@ -138,7 +138,7 @@ def _following(found: Any, of_nothing: tuple[int, ...]) -> Iterator[SourceLine]:
 
 
 def _do_not_fall(words: Sequence[str]) -> str:
-    return f"{'it does not fall' if len(words) == 1 else 'these do not fall'}: {some_named(words)}"
+    return f"{'it does not fall' if len(set(words)) == 1 else 'these do not fall'}: {some_named(words)}"
 
 
 def _phrases(found: Any, chosen: pd.Series) -> list[str]:

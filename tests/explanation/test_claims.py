@@ -77,6 +77,7 @@ def test_an_answer_of_white_space_alone_is_explained_by_its_signs():
         (["Er", " wohnt", " in", " der", " Villa", " und", " kocht"], {"der": 5.0, "und": 5.0, "kocht": 5.0}, ["kocht"]),
         (["The", " war", " was", " lost", " by", " the", " man"], {"war": 5.0, "man": 5.0}, ["war", "man"]),
         (["会", "议", "在", "成", "都", "举", "行", "。"], {"在": 5.0, "成": 5.0, "都": 5.0}, ["成都"]),
+        (["会议", "将在", "成都", "举行"], {"将在": 5.0}, []),
     ],
 )
 def test_claims_are_the_words_that_fall(tokens, marked, claims):
