@@ -177,16 +177,18 @@ def _without_source(
     before = [n for n, claim in enumerate(claims) if sources[n] and claim.stop <= word.start and name in claim.words]
     if verdict == NOT_REACHED and before:
         return AccountedSpan(before[-1], i, i, SAID_BEFORE, sources[before[-1]])
-    followed = [units for units in dict.fromkeys(cited) if len(units) == 1 and not _is_said_without(explaining, units[0], name)]
+    followed = [units for units in dict.fromkeys(cited) if len(units) == 1 and not _is_said_without(explaining, units[0], word)]
     if verdict == NOT_REACHED and followed:
         return AccountedSpan(-1, i, i, FOLLOWS, followed)
     return AccountedSpan(-1, i, i, SAID_ANYWAY if verdict in SAID or verdict == NOT_REACHED else UNFOUND)
 
 
-def _is_said_without(explaining: Any, unit: int, name: str) -> bool:
+def _is_said_without(explaining: Any, unit: int, word: Word) -> bool:
     """Whether a text has a word that was said without a unit which loses a claim, its gap kept or closed."""
     texts = [row["says"] for row in explaining.rows if (row["role"], row["parts"]) == ("breaking", str(unit))]
-    return any(name in map(normal, WORD.findall(text)) or name in text for text in texts)
+    if word.language == "zh":  # another text may have it in other tokens
+        return any(word.text in text for text in texts)
+    return any(normal(word.text) in map(normal, WORD.findall(text)) for text in texts)
 
 
 def needs_account(word: Word, text: str, start: int, stop: int) -> bool:

@@ -65,7 +65,8 @@ def _of_several(found: Any, own: pd.DataFrame) -> Iterator[SourceLine]:
 def _all_needed(found: Any, claims: pd.DataFrame) -> tuple[str, tuple[int, ...]]:
     """What is said of claims that are lost without each of several sources, and the statements that say so."""
     units = set(map(str, claims["unit"]))
-    lost, rows = _lost_in_words(found, claims.drop_duplicates("claim")), _breaking(found, claims, units)
+    weakest = claims.sort_values("verdict", key=lambda verdicts: verdicts != PARTLY, kind="stable").drop_duplicates("claim")
+    lost, rows = _lost_in_words(found, weakest), _breaking(found, claims, units)
     return f"{'Both' if len(units) == 2 else 'All'} are needed: without one of these, {lost}.", rows
 
 
@@ -76,7 +77,8 @@ def _one_enough(found: Any, claims: pd.DataFrame) -> tuple[str, tuple[int, ...]]
     alone = each[each["claim"].isin(claims["claim"]) & each["parts"].isin([*map(str, units)])]
     text = f"Without these together, {_lost_in_words(found, claims.drop_duplicates('claim'))}"
     rows = _breaking(found, claims, {SEPARATOR.join(map(str, units))})
-    if len(alone) < len(claims) or alone["verdict"].isin(GONE).any():
+    differs = ~alone["verdict"].isin([SAME, NEAR_TIES]) if found.is_whole else alone["verdict"].isin(GONE)
+    if len(alone) < len(claims) or differs.any():
         return f"{text}.", rows
     return f"{text}, but not without one of them alone.", (*rows, *map(int, alone.index))
 
@@ -93,9 +95,11 @@ def _breaking(found: Any, claims: pd.DataFrame, sets: Collection[str]) -> tuple[
 
 
 def _lost_in_words(found: Any, rows: pd.DataFrame) -> str:
-    """Which claims are lost, and which in part."""
+    """Which claims are lost, and which in part; of a whole answer, that another one is given."""
+    if found.is_whole:
+        return f"another answer is given{', with some of its words' if PARTLY in set(rows['verdict']) else ''}"
     by_verdict = rows.groupby("verdict", sort=False)["text"]
-    named = {verdict: ["the answer"] if found.is_whole else [*dict.fromkeys(map(repr, words))] for verdict, words in by_verdict}
+    named = {verdict: [*dict.fromkeys(map(repr, words))] for verdict, words in by_verdict}
     return " and ".join(
         f"{listed(words)} {'is' if len(words) == 1 else 'are'} lost{' in part' if verdict == PARTLY else ''}"
         for verdict, words in named.items()

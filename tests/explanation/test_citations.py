@@ -5,6 +5,7 @@ import re
 from html import unescape
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 
@@ -22,7 +23,7 @@ from kvlens.explanation.citations import (
     needs_account,
 )
 from kvlens.explanation.claims import LOST, NOT_REACHED, OTHER_WORDS, PARTLY, SAME, Verdict, claim_of
-from kvlens.explanation.sources import sources_in_words
+from kvlens.explanation.sources import _all_needed, _one_enough, sources_in_words
 from kvlens.texts import Response, Word, _words
 from kvlens.units import cut, layout_of_tokens
 
@@ -116,6 +117,33 @@ def test_two_facts_that_are_both_needed_are_said_to_be_and_kept_alone_together()
     assert "With only those parts left, the model answers as before." in str(found)
 
 
+@pytest.mark.parametrize(
+    ("is_whole", "verdicts", "alone", "all_needed", "one_enough"),
+    [
+        (False, ("lost", "lost"), "other words", "'x' is lost", ", but not without one of them alone"),
+        (False, ("lost", "partly"), "lost", "'x' is lost in part", ""),
+        (True, ("lost", "lost"), "other words", "another answer is given", ""),
+        (True, ("partly", "lost"), "same words", "another answer is given, with some of its words",
+         ", but not without one of them alone"),
+    ],
+)  # fmt: skip
+def test_lines_on_several_sources_say_what_the_runs_say(is_whole, verdicts, alone, all_needed, one_enough):
+    claims = pd.DataFrame({"claim": 0, "unit": [0, 1], "text": "x", "verdict": verdicts})
+    rows = [
+        ("breaking", "0", "lost"),
+        ("breaking", "1", "lost"),
+        ("breaking", "0+1", "lost"),
+        ("each", "0", alone),
+        ("each", "1", alone),
+    ]
+    statements = pd.DataFrame(rows, columns=["role", "parts", "verdict"]).assign(claim=0, about="units", gap="kept")
+    found = SimpleNamespace(is_whole=is_whole, statements=statements)
+    assert _all_needed(found, claims) == (f"Both are needed: without one of these, {all_needed}.", (0, 1))
+    text, lines = _one_enough(found, claims.assign(verdict=verdicts[0]))
+    lost = all_needed if is_whole else "'x' is lost"
+    assert (text, lines) == (f"Without these together, {lost}{one_enough}.", (2, 3, 4) if one_enough else (2,))
+
+
 # --- by hand ------------------------------------------------------------------------------------------------------------------
 
 TOKENS = ["Tom", ":", " Buy", " milk", " in", " Rome", ",", " Italy", ".", " Rome", " sells", " Paris", " no", " office", "."]
@@ -168,7 +196,7 @@ def test_accounts_by_hand():
 def test_a_word_that_is_not_said_without_a_source_before_it_follows_from_that():
     """Italy from Rome, which unit 0 states; not where Italy is said without that unit, too."""
     lost = [(0, "3", LOST, 4.0), (1, "1", LOST, 4.0), (2, "0", LOST, 6.0), (2, "1", LOST, 3.0)]
-    table = citations_of(by_hand(lost, says="in Oslo."))
+    table = citations_of(by_hand(lost, says="in Oslo, Italyland."))
     assert table.loc[table["account"] == "follows", ["text", "unit"]].to_numpy().tolist() == [
         ["Italy", 3], ["Italy", 1], ["Italy", 0],
     ]  # fmt: skip
