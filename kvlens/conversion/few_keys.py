@@ -26,12 +26,12 @@ from kvlens.arguments import MOST_ASKED
 from kvlens.checks import Within, checked
 from kvlens.conversion.gradients import POLISHING, TAKING_GRADIENTS, Objective, logit_metrics, polish
 from kvlens.conversion.method import MEASURING, READING, SAMPLING, Approximation, Teacher
-from kvlens.conversion.moved_keys import moved_layer
+from kvlens.conversion.moved_keys import fitted_layer
 from kvlens.conversion.prompt_pass import ConvertedExactly, attention_parts, continued
 from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.ops.key_scores import MatchedBy, match_among, match_mass, match_output
-from kvlens.ops.landmarks import LayerKeys, PromptKeys, Queries, fit_values, fit_weights
+from kvlens.ops.landmarks import LayerKeys, PromptKeys, Queries
 from kvlens.ops.pursuit import Chosen, budgets_by_gain, choose_among, layers_at_once, lazy_paths
 
 
@@ -167,13 +167,13 @@ class Landmark(FewKeys):
             with teacher.timed("keys"):
                 teacher.tell(CHOOSING)
                 index, budgets = chosen_keys(teacher, queries, metrics, self.wanted(teacher), self.budget == "equal")
-            every = zip(map(teacher.keys, range(teacher.n_layers)), queries, index, budgets, strict=True)
-            layers = [fitted_keys(*each, fitted=self.fitted) for each in every]
-            if self.key_steps:
+                every = zip(map(teacher.keys, range(teacher.n_layers)), index, budgets, strict=True)
+                layers = [own_keys(*each) for each in every]
+            if self.fitted:
                 with teacher.timed(MOVING):
                     for i, (own, metric, layer) in enumerate(zip(queries, metrics, layers, strict=True)):
                         teacher.tell(MOVING, i / len(layers))
-                        layers[i] = moved_layer(teacher.keys(i), own, layer, root_of(metric), self.key_steps, self.seed)
+                        layers[i] = fitted_layer(teacher.keys(i), own, layer, root_of(metric), self.key_steps, self.seed)
             bias = assembled(teacher.exact, layers)
         if not self.polish_steps:
             return bias
@@ -199,30 +199,13 @@ def chosen_keys(
     return [each.keys for each in paths], budgets_by_gain([each.gain for each in paths], total)
 
 
-def fitted_keys(
-    prompt: PromptKeys,
-    queries: Queries,
-    index: Int[Tensor, "cell r"],
-    counts: Int[Tensor, "batch kv_head"],
-    fitted: bool = True,
-) -> LayerKeys:
-    """The first keys of each head's path, with fitted weights and values, or their own; a head that has them all keeps them
-    as they are.
-    """
+def own_keys(prompt: PromptKeys, index: Int[Tensor, "cell r"], counts: Int[Tensor, "batch kv_head"]) -> LayerKeys:
+    """The first keys of each head's path, with weight 1 and their own values."""
     index = index[:, : max(1, int(counts.max()))]
     real = torch.ones_like(prompt.distance[:, 0], dtype=torch.bool) if prompt.real is None else prompt.real
     real = real.repeat_interleave(prompt.keys.shape[1], dim=0)
-    active = (torch.arange(index.shape[1], device=index.device) < counts.flatten()[:, None]) & real.gather(1, index)
-    own = with_own_values(prompt, index, active)
-    if not fitted:
-        return own
-    weights = fit_weights(queries, prompt, index, active)
-    found = with_values(prompt, index, weights, fit_values(queries, prompt, index, weights))
-    whole = (active.sum(dim=1) == real.sum(dim=1)).view(counts.shape)[..., None]
-    return found._replace(
-        weights=torch.where(whole, own.weights, found.weights),
-        values=torch.where(whole[..., None], own.values, found.values),
-    )
+    active = torch.arange(index.shape[1], device=index.device) < counts.flatten()[:, None]
+    return with_own_values(prompt, index, active & real.gather(1, index))
 
 
 def output_metrics(teacher: Teacher) -> list[Float[Tensor, "batch kv_head d_head d_head"]]:

@@ -13,7 +13,6 @@ New in kvlens. Polishing (:mod:`kvlens.conversion.gradients`) moves the same num
 """
 
 import math
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -21,9 +20,8 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from kvlens.conversion.gradients import descend
-from kvlens.ops.landmarks import RESOLVED, LayerKeys, PromptKeys, Queries, blocks_of, cells_of, shares, values_at
-from kvlens.ops.softmax_features import ScoreRule, grouped_key_scores
+from kvlens.ops.landmarks import RESOLVED, LayerKeys, PromptKeys, Queries, Wanted, cells_of, fit_values, fit_weights
+from kvlens.ops.softmax_features import distance_scores
 
 MOVING_RATE = 3e-2
 """Of the first Adam step, relative to the size of a head's keys and of its values; of log-weights as it is."""
@@ -31,162 +29,182 @@ QUERIES_PER_STEP = 512
 """At most: queries are dealt into equal parts, of which each step reads one."""
 JUDGES = 8
 """One of so many queries judges."""
+FIRST_MOMENT, SECOND_MOMENT, EPSILON = 0.9, 0.999, 1e-8
+"""Adam's."""
 LARGEST_LOG_SHARE = 20.0
 """A key that moves may get any score on the way; its share stays finite."""
 
 
 class Placed(NamedTuple):
-    """The keys of one head at any place; ``values`` are weight times value."""
+    """The keys of one head at any place; ``values`` are weight times value, and ``distance`` is that from the text."""
 
     keys: Float[Tensor, "r d_key"]
+    distance: Int[Tensor, " r"]
     weights: Float[Tensor, " r"]
     values: Float[Tensor, "r d_head"]
 
-    def times(self, root: Float[Tensor, "d_head d_head"]) -> "Placed":
-        return self._replace(values=self.values @ root)
+    def with_best_values(self, wanted: Wanted) -> "Placed":
+        """Those in closed form, given keys and weights."""
+        values = fit_values(wanted, self.keys, self.distance, self.weights.double(), self.values)
+        return self._replace(values=values.to(self.values))
 
 
-class Wanted(NamedTuple):
-    """What the keys of one head are to give for each reference query, and how they are scored.
-
-    Attributes:
-        p, a: the prompt's shares of the normalizer and of the output.
-        distance: of the keys from the text.
-    """
-
-    queries: Queries
-    p: Float[Tensor, "query group"]
-    a: Float[Tensor, "query group d_head"]
-    rule: ScoreRule
-    distance: Int[Tensor, " r"]
-
-    @classmethod
-    def of(cls, queries: Queries, prompt: PromptKeys, distance: Int[Tensor, " r"]) -> "Wanted":
-        parts = [shares(block, prompt) for block in blocks_of(queries, prompt.keys.shape[2])]
-        group = queries.q.shape[2]
-        p, a = (torch.cat([part[i][0] for part in parts]).unflatten(0, (-1, group)) for i in (1, 2))
-        return cls(queries, p, a, prompt.rule, distance)
-
-    def times(self, root: Float[Tensor, "d_head d_head"]) -> "Wanted":
-        """With x R in place of every output x."""
-        return self._replace(queries=self.queries._replace(z=self.queries.z @ root), a=self.a @ root)
-
-    def part(self, rows: slice | Tensor) -> "Wanted":
-        return self._replace(queries=self.queries.part(rows), p=self.p[rows], a=self.a[rows])
-
-    def blocks(self, r: int) -> Iterator["Wanted"]:
-        first = 0
-        for block in blocks_of(self.queries, r):
-            last = first + len(block.positions)
-            yield self.part(slice(first, last))
-            first = last
-
-
-def moved_layer(
-    prompt: PromptKeys, queries: Queries, layer: LayerKeys, root_metric: Tensor, steps: int, seed: int
+def fitted_layer(
+    prompt: PromptKeys,
+    queries: Queries,
+    layer: LayerKeys,
+    root_metric: Float[Tensor, "batch kv_head d_head d_head"],
+    steps: int,
+    seed: int,
 ) -> LayerKeys:
-    """The keys of every head, moved where it does not keep them all."""
-    new = LayerKeys(layer.keys.clone(), layer.distance, layer.weights.clone(), layer.values.clone())
-    kv_heads = prompt.keys.shape[1]
+    """``layer``, some keys of the prompt, with fitted weights and values, then moved by ``steps`` gradient steps. A head that
+    has every key keeps them as they are.
+
+    Args:
+        root_metric: R such that |e R| is the size of an output error e.
+    """
+    new = LayerKeys(*map(torch.clone, layer))
     for cell, (own, keys) in enumerate(cells_of(queries, prompt)):
-        at = divmod(cell, kv_heads)
+        at = divmod(cell, prompt.keys.shape[1])
         used = layer.weights[at] > 0
         n_keys = keys.keys.shape[2] if keys.real is None else int(keys.real.sum())
         if 0 < int(used.sum()) < n_keys:
-            start = Placed(layer.keys[at][used], layer.weights[at][used], layer.values[at][used])
-            found = moved(own, keys, start, layer.distance[at][used], root_metric[at], steps, seed)
-            for every, some in zip((new.keys, new.weights, new.values), found, strict=True):
+            found = fitted(Wanted.of(own, keys), Placed(*(x[at][used] for x in layer)), root_metric[at], steps, seed)
+            for every, some in zip(new, found, strict=True):
                 every[at][used] = some.to(every)
     return new
 
 
-def moved(
-    queries: Queries,
-    prompt: PromptKeys,
-    start: Placed,
-    distance: Int[Tensor, " r"],
-    root_metric: Float[Tensor, "d_head d_head"],
-    steps: int,
-    seed: int,
-) -> Placed:
+def fitted(wanted: Wanted, own: Placed, root_metric: Float[Tensor, "d_head d_head"], steps: int, seed: int) -> Placed:
+    """One head's keys with weights and values in closed form, then moved where their weight is not 0."""
+    weights = fit_weights(wanted, own.keys, own.distance).to(own.weights)
+    start = own._replace(weights=weights, values=weights[:, None] * own.values).with_best_values(wanted)
+    used = weights > 0
+    if steps and bool(used.any()):
+        found = moved(wanted, Placed(*(x[used] for x in start)), root_metric, steps, seed)
+        for every, some in zip(start, found, strict=True):
+            every[used] = some
+    return start
+
+
+def moved(wanted: Wanted, start: Placed, root_metric: Float[Tensor, "d_head d_head"], steps: int, seed: int) -> Placed:
     """The keys of one head after ``steps`` gradient steps, with values in closed form, or ``start`` if that is no better for
     queries that the steps did not read.
 
     Args:
-        queries, prompt: of one key-value head and one prompt.
         start: the fit in closed form, with positive weights.
-        distance: of the keys from the text.
         root_metric: R such that |e R| is the size of an output error e.
     """
-    with torch.inference_mode(False), torch.enable_grad():
-        # whoever converts in inference mode has tensors without gradients
-        queries, distance, root = Queries(*map(torch.clone, queries)), distance.clone(), root_metric.to(start.keys, copy=True)
-        wanted = Wanted.of(queries, prompt, distance)
-        first = (start.keys.clone(), start.weights.log(), start.values / start.weights[:, None])
-        units = _size(first[0]), first[1].new_ones(()), _size(first[2])
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.randperm(len(wanted.p), generator=generator).to(distance.device)
-        n_judges = len(order) // JUDGES
-        if not n_judges:
-            return start
-        judging, read = wanted.part(order[:n_judges]), wanted.part(order[n_judges:])
-        before, sized = mean_square(read, start, root), read.times(root)
-        n_read = len(read.p)
-        size = math.ceil(n_read / math.ceil(n_read / QUERIES_PER_STEP))
-        blocks = [sized.part(slice(i, i + size)) for i in range(0, n_read, size)]
-        changes = [torch.zeros_like(x).requires_grad_() for x in first]
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(wanted.p), generator=generator).to(start.distance.device)
+    n_judges = len(order) // JUDGES
+    if not n_judges:
+        return start
+    judging, read, root = wanted.part(order[:n_judges]), wanted.part(order[n_judges:]), root_metric.to(start.keys)
+    found = descended(read, start, root, steps, generator)
+    better = mean_square(judging, found.with_best_values(read), root) < mean_square(judging, start, root)
+    return found.with_best_values(wanted) if better else start
 
-        def now() -> Placed:
-            keys, log_weights, values = (x + unit * change for x, unit, change in zip(first, units, changes, strict=True))
-            return Placed(keys, log_weights.exp(), log_weights.exp()[:, None] * values)
 
-        def loss_on(rows: Int[Tensor, " row"]) -> Float[Tensor, ""]:
-            return _squares(blocks[int(rows)], now().times(root)).mean() / before
-
-        sizes = dict(n_rows=len(blocks), rows_per_step=1, steps=steps)
-        for _ in descend(changes, loss_on, learning_rate=MOVING_RATE, generator=generator, **sizes):
-            pass
-    with torch.no_grad():
-        found = now()
-        judged = found._replace(values=_values(read, found))
-        better = mean_square(judging, judged, root) < mean_square(judging, start, root)
-        return found._replace(values=_values(wanted, found)) if better else start
+def descended(
+    read: Wanted, start: Placed, root: Float[Tensor, "d_head d_head"], steps: int, generator: torch.Generator
+) -> Placed:
+    """The keys after the steps of Adam, whether or not they are better. Each reads one part of the queries."""
+    n_read, before = len(read.p), mean_square(read, start, root)
+    size = math.ceil(n_read / math.ceil(n_read / QUERIES_PER_STEP))
+    parts = [Rows.of(read.part(slice(i, i + size)), start.distance, root) for i in range(0, n_read, size)]
+    first = start.keys, start.weights.log()[:, None], start.values / start.weights[:, None]
+    widths = [x.shape[1] for x in first]
+    x = torch.cat(first, dim=1)
+    units = torch.cat(
+        [unit.expand(n) for unit, n in zip((_size(first[0]), x.new_ones(()), _size(first[2])), widths, strict=True)]
+    )
+    mean, square = torch.zeros_like(x), torch.zeros_like(x)
+    for step in range(steps):
+        keys, log_weights, values = x.split(widths, dim=1)
+        rows = parts[int(torch.randperm(len(parts), generator=generator)[0])]
+        slope = units * torch.cat(slopes(rows, keys, log_weights[:, 0], values, root, read.rule.soft_cap), dim=1) / before
+        mean.lerp_(slope, 1 - FIRST_MOMENT)
+        square.mul_(SECOND_MOMENT).addcmul_(slope, slope, value=1 - SECOND_MOMENT)
+        size_of_slope = (square / (1 - SECOND_MOMENT ** (step + 1))).sqrt_().add_(EPSILON)
+        rate = MOVING_RATE * (1 + math.cos(math.pi * step / steps)) / 2 / (1 - FIRST_MOMENT ** (step + 1))
+        x.addcdiv_(units * mean, size_of_slope, value=-rate)
+    keys, log_weights, values = x.split(widths, dim=1)
+    weights = log_weights[:, 0].exp()
+    return start._replace(keys=keys, weights=weights, values=weights[:, None] * values)
 
 
 def _size(x: Tensor) -> Float[Tensor, ""]:
     return x.square().mean().sqrt()
 
 
-def _shares(wanted: Wanted, placed: Placed) -> Float[Tensor, "row r"]:
-    """psi without its weight: the keys' shares in the normalizer of every query, a row for each query head."""
-    queries, distance = wanted.queries, wanted.distance[None, None]
-    scores = grouped_key_scores(queries.q, placed.keys[None, None], wanted.rule, distance, queries.positions[None])
-    log_n = rearrange(queries.log_n, "1 i s -> (i s) 1")
-    return (scores[0, 0] - log_n).clamp(max=LARGEST_LOG_SHARE).exp()
+class Rows(NamedTuple):
+    """What one step reads, a row for each query and head; outputs are times R.
+
+    Attributes:
+        q: queries by the scale of the scores.
+        added: to the scores: what distance adds, less the logarithm of the normalizer.
+        z: outputs.
+        wanted: a - z p.
+        rest: 1 - p.
+    """
+
+    q: Float[Tensor, "row d_key"]
+    added: Float[Tensor, "row _"]
+    z: Float[Tensor, "row d_head"]
+    wanted: Float[Tensor, "row d_head"]
+    rest: Float[Tensor, " row"]
+
+    @classmethod
+    def of(cls, read: Wanted, distance: Int[Tensor, " r"], root: Float[Tensor, "d_head d_head"]) -> "Rows":
+        queries, rule = read.queries, read.rule
+        q, z, log_n = (x[0].flatten(0, 1) for x in (queries.q, queries.z, queries.log_n))
+        added, p = -log_n[:, None], read.p.flatten()
+        if rule.needs_distance:
+            by_distance = distance_scores(rule, distance[None, None], queries.positions[None], queries.q.shape[2])
+            added = added + rearrange(by_distance[0].to(q), "s i r -> (i s) r")
+        z = z @ root
+        return cls(q / rule.scale, added, z, read.a.flatten(0, 1) @ root - z * p[:, None], 1 - p)
 
 
-def _rows(wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:
-    """p, a and z, a row for each query head."""
-    return wanted.p.flatten(), wanted.a.flatten(0, 1), wanted.queries.z[0].flatten(0, 1)
+def slopes(
+    rows: Rows,
+    keys: Float[Tensor, "r d_key"],
+    log_weights: Float[Tensor, " r"],
+    values: Float[Tensor, "r d_head"],
+    root: Float[Tensor, "d_head d_head"],
+    soft_cap: float | None,
+) -> tuple[Float[Tensor, "r d_key"], Float[Tensor, "r 1"], Float[Tensor, "r d_head"]]:
+    """The gradient of the mean of |e R|^2 over some rows in closed form; a share at its limit counts as if it were not."""
+    weights = log_weights.exp()
+    stored = (weights[:, None] * values) @ root
+    if soft_cap:
+        capped = (rows.q @ keys.mT).div_(soft_cap).tanh_()
+        scores = soft_cap * capped + rows.added
+    else:
+        scores = torch.addmm(rows.added, rows.q, keys.mT)
+    psi = scores.clamp_(max=LARGEST_LOG_SHARE).exp_()
+    mass = psi @ weights
+    error = torch.addmm(rows.wanted, psi, stored, beta=-1).addcmul_(rows.z, mass[:, None], value=-1)
+    whole = mass + rows.rest
+    by = whole.clamp(min=RESOLVED)
+    of_whole = error.square().sum(dim=1) / by.pow(3) * (whole > RESOLVED)
+    error /= by.square()[:, None]
+    of_mass = -(error * rows.z).sum(dim=1) - of_whole
+    of_scores = (error @ stored.mT).addr_(of_mass, weights).mul_(psi)
+    if soft_cap:
+        of_scores *= 1 - capped.square_()
+    of_values = weights[:, None] * (psi.mT @ error @ root.mT)
+    of_log_weights = weights * (of_mass @ psi) + (of_values * values).sum(dim=1)
+    each = of_scores.mT @ rows.q, of_log_weights[:, None], of_values
+    return tuple(2 / len(psi) * x for x in each)  # type: ignore[return-value]
 
 
-def _squares(wanted: Wanted, placed: Placed) -> Float[Tensor, " row"]:
-    """|e|^2."""
-    psi, (p, a, z) = _shares(wanted, placed), _rows(wanted)
-    off = psi @ placed.weights - p
-    error = torch.addmm(torch.addcmul(a, z, off[:, None]), psi, placed.values, beta=-1)
-    return error.square().sum(dim=-1) / (1 + off).clamp(min=RESOLVED).square()
-
-
-def mean_square(wanted: Wanted, placed: Placed, root: Tensor) -> float:
+def mean_square(wanted: Wanted, placed: Placed, root: Float[Tensor, "d_head d_head"]) -> float:
     """The mean of |e R|^2 over the reference queries and the heads that read the keys."""
-    blocks, sized = wanted.times(root).blocks(len(placed.weights)), placed.times(root)
-    total = sum(float(_squares(some, sized).double().sum()) for some in blocks)
+    total = 0.0
+    for psi, p, a, z in wanted.rows(placed.keys, placed.distance):
+        off = psi @ placed.weights - p
+        error = (psi @ placed.values - a - z * off[:, None]) @ root / (1 + off).clamp(min=RESOLVED)[:, None]
+        total += float(error.double().square().sum())
     return total / wanted.p.numel()
-
-
-def _values(wanted: Wanted, placed: Placed) -> Float[Tensor, "r d_head"]:
-    """The values in closed form, given keys and weights."""
-    blocks = wanted.blocks(len(placed.weights))
-    rows = ((_shares(some, placed), *_rows(some)) for some in blocks)
-    return values_at(rows, placed.weights.double(), placed.values).to(placed.values)

@@ -310,20 +310,46 @@ class Errors(NamedTuple):
     mass: Float[Tensor, "batch head"]
 
 
-def fit_weights(
-    queries: Queries, prompt: PromptKeys, index: Int[Tensor, "cell r"], active: Bool[Tensor, "cell r"]
-) -> Float[Tensor, "cell r"]:
-    """The weights w of the active keys, by non-negative least squares."""
-    r = index.shape[1]
-    gram = torch.zeros(len(index), r, r, dtype=torch.float64, device=index.device)
-    target = torch.zeros(len(index), r, dtype=torch.float64, device=index.device)
-    for cell, (own, keys) in enumerate(cells_of(queries, prompt)):
-        for block in blocks_of(own, keys.keys.shape[2]):
-            psi = key_shares(block, keys)[0]
-            p, psi = psi.sum(dim=-1), psi[:, index[cell]]
-            gram[cell] += psi.mT @ psi
-            target[cell] += psi.mT @ p
-    return nonnegative_weights(gram, target, active)
+class Wanted(NamedTuple):
+    """What the keys of one head are to give for each reference query, and how they are scored.
+
+    Attributes:
+        queries: of the heads that read the keys.
+        p, a: the prompt's shares of the normalizer and of the output.
+    """
+
+    queries: Queries
+    p: Float[Tensor, "query group"]
+    a: Float[Tensor, "query group d_head"]
+    rule: ScoreRule
+
+    @classmethod
+    def of(cls, queries: Queries, prompt: PromptKeys) -> "Wanted":
+        """Of one key-value head of one prompt: every key's share is computed here, once for all fits."""
+        parts = [shares(block, prompt)[1:3] for block in blocks_of(queries, prompt.keys.shape[2])]
+        p, a = (torch.cat(x, dim=1)[0].unflatten(0, (-1, queries.q.shape[2])) for x in zip(*parts, strict=True))
+        return cls(queries, p, a, prompt.rule)
+
+    def part(self, rows: slice | Tensor) -> "Wanted":
+        return self._replace(queries=self.queries.part(rows), p=self.p[rows], a=self.a[rows])
+
+    def rows(self, keys: Float[Tensor, "r d_key"], distance: Int[Tensor, " r"]) -> Iterator[tuple[Tensor, ...]]:
+        """In blocks, a row for each query and head: the shares of these keys [row, r], p, a and z."""
+        first = 0
+        for block in blocks_of(self.queries, max(1, len(keys))):
+            some = slice(first, first := first + len(block.positions))
+            z = block.z[0].flatten(0, 1)
+            psi = key_shares(block, PromptKeys(keys[None, None], keys[None, None], distance[None, None], None, self.rule))
+            yield psi[0], self.p[some].flatten(), self.a[some].flatten(0, 1), z
+
+
+def fit_weights(wanted: Wanted, keys: Float[Tensor, "r d_key"], distance: Int[Tensor, " r"]) -> Float[Tensor, " r"]:
+    """The weights w of one head's keys, by non-negative least squares."""
+    gram, target = (torch.zeros(len(keys), n, dtype=torch.float64, device=keys.device) for n in (len(keys), 1))
+    for psi, p, _, _ in wanted.rows(keys, distance):
+        gram += psi.mT @ psi
+        target += psi.mT @ p[:, None]
+    return nonnegative_weights(gram[None], target.mT, torch.ones_like(distance[None], dtype=torch.bool))[0]
 
 
 def nonnegative_weights(
@@ -344,29 +370,16 @@ def nonnegative_weights(
 
 
 def fit_values(
-    queries: Queries,
-    prompt: PromptKeys,
-    index: Int[Tensor, "cell r"],
-    w: Float[Tensor, "cell r"],
-) -> Float[Tensor, "cell r d_head"]:
-    """The products B of weight and value, given the weights; 0 where the weight is 0."""
-    kept = _gather(prompt.values, index)
-    start = w[..., None].to(kept) * kept
-    found = []
-    for cell, (own, keys) in enumerate(cells_of(queries, prompt)):
-        blocks = (tuple(x[0] for x in shares(block, keys)) for block in blocks_of(own, keys.keys.shape[2]))
-        rows = ((psi[:, index[cell]], p, a, z) for psi, p, a, z in blocks)
-        found.append(values_at(rows, w[cell], start[cell]))
-    return torch.stack(found)
-
-
-def values_at(
-    rows: Iterable[tuple[Tensor, Tensor, Tensor, Tensor]], w: Float[Tensor, " r"], start: Float[Tensor, "r d_head"]
+    wanted: Wanted,
+    keys: Float[Tensor, "r d_key"],
+    distance: Int[Tensor, " r"],
+    w: Float[Tensor, " r"],
+    start: Float[Tensor, "r d_head"],
 ) -> Float[Tensor, "r d_head"]:
-    """The products B of one head's weights and values, near ``start``, from blocks of rows: psi_S [row, r], p, a and z."""
+    """The products B of one head's weights and values, near ``start``, given the weights; 0 where the weight is 0."""
     r, d = start.shape
     gram, right = (torch.zeros(r, n, dtype=torch.float64, device=w.device) for n in (r, d))
-    for psi, p, a, z in rows:
+    for psi, p, a, z in wanted.rows(keys, distance):
         off = psi @ w.to(psi) - p
         whole = (1 + off).clamp(min=RESOLVED)[:, None]
         target = (a + z * off[:, None] - psi @ start) / whole

@@ -41,10 +41,10 @@ from bench_explanation import has_answer
 
 import kvlens
 from kvlens.conversion import AttentionMatching, KVzip, Landmark, Teacher
-from kvlens.conversion.few_keys import assembled, chosen_keys, fitted_keys, root_of
+from kvlens.conversion.few_keys import assembled, chosen_keys, own_keys, root_of
 from kvlens.conversion.gradients import logit_metrics, polish
 from kvlens.conversion.measured import answer_errors, lead_of, recall_of
-from kvlens.conversion.moved_keys import moved_layer
+from kvlens.conversion.moved_keys import fitted_layer
 from kvlens.conversion.prompt import PromptBatch
 from kvlens.conversion.prompt_pass import continued, convert_exactly, rows_of
 from kvlens.conversion.prompt_texts import Texts, turn
@@ -126,11 +126,11 @@ class Prepared:
             if way.startswith("matching"):
                 return self.matched(AttentionMatching(ratio=ratio), budgets, way.endswith("policy")), budgets
             index = [path.keys for path in self.paths]
-        every = zip(map(self.teacher.keys, range(n_layers)), self.queries, index, budgets, strict=True)
-        layers = [fitted_keys(*each) for each in every]
-        if way in ("moved", "polished", "polished kl"):
-            parts = zip(map(self.teacher.keys, range(n_layers)), self.queries, layers, map(root_of, self.metrics), strict=True)
-            layers = [moved_layer(*each, Landmark.key_steps, self.teacher.method.seed) for each in parts]
+        steps = Landmark.key_steps if way in ("moved", "polished", "polished kl") else 0
+        prompts = list(map(self.teacher.keys, range(n_layers)))
+        own = [own_keys(*each) for each in zip(prompts, index, budgets, strict=True)]
+        parts = zip(prompts, self.queries, own, map(root_of, self.metrics), strict=True)
+        layers = [fitted_layer(*each, steps, self.teacher.method.seed) for each in parts]
         bias = assembled(self.teacher.exact, layers)
         if way.startswith("polished"):
             how = dict(steps=self.n_steps, texts_per_step=Landmark.texts_per_step)

@@ -8,8 +8,8 @@ import torch
 from ops_cases import normal
 
 from kvlens.conversion import moved_keys
-from kvlens.conversion.few_keys import fitted_keys
-from kvlens.conversion.moved_keys import Placed, moved, moved_layer
+from kvlens.conversion.few_keys import own_keys
+from kvlens.conversion.moved_keys import Placed, descended, fitted, fitted_layer, mean_square, moved
 from kvlens.ops import landmarks, pursuit
 from kvlens.ops.landmarks import (
     Products,
@@ -17,6 +17,7 @@ from kvlens.ops.landmarks import (
     Queries,
     Rows,
     Statistics,
+    Wanted,
     cells_of,
     fit_values,
     fit_weights,
@@ -133,24 +134,24 @@ def test_weights_are_the_best_that_are_not_negative():
     """Where dropping the negative ones, again and again, ends: it need not be the best set, and here it is."""
     queries, prompt = attention()
     index = choose_keys(statistics(queries, prompt, roots()), 4).keys
-    w = fit_weights(queries, prompt, index, torch.ones_like(index, dtype=torch.bool))
     psi, p, _, _ = shares(queries, prompt)
-    for cell in range(BATCH * KV):
-        expected = naive_fit_weights(psi[cell][:, index[cell]], p[cell])
+    for cell, (own, keys) in enumerate(cells_of(queries, prompt)):
+        some = index[cell]
+        w = fit_weights(Wanted.of(own, keys), keys.keys[0, 0, some], keys.distance[0, 0, some])
         # the ridge is 1e-9 of the diagonal, and the condition number of four keys up to 1e4
-        torch.testing.assert_close(w[cell], expected, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(w, naive_fit_weights(psi[cell][:, some], p[cell]), rtol=1e-5, atol=1e-7)
 
 
 def test_values_have_least_output_error():
     queries, prompt = attention()
-    index = torch.stack([torch.tensor([4, 1, 6])] * (BATCH * KV))
-    w = torch.tensor([0.5, 1.5, 1.0], dtype=torch.float64).expand(BATCH * KV, 3)
-    got = fit_values(queries, prompt, index, w)
+    some, w = torch.tensor([4, 1, 6]), torch.tensor([0.5, 1.5, 1.0], dtype=torch.float64)
     psi, p, a, z = shares(queries, prompt)
-    for cell in range(BATCH * KV):
-        expected = naive_fit_values(psi[cell][:, [4, 1, 6]], p[cell], a[cell], z[cell], w[cell])
+    for cell, (own, keys) in enumerate(cells_of(queries, prompt)):
+        start = w[:, None] * keys.values[0, 0, some]
+        got = fit_values(Wanted.of(own, keys), keys.keys[0, 0, some], keys.distance[0, 0, some], w, start)
+        expected = naive_fit_values(psi[cell][:, some], p[cell], a[cell], z[cell], w)
         # the ridge is 1e-6 of the diagonal, and the condition number of three keys up to 1e3
-        torch.testing.assert_close(got[cell], expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
 
 
 def test_the_error_formula_is_the_error():
@@ -175,25 +176,24 @@ def test_the_error_formula_is_the_error():
 def heads_with_three_keys(rule: ScoreRule, rows: int = ROWS):
     """Each key-value head with a fit in closed form, as :func:`moved` takes it."""
     queries, prompt = attention(rule, rows)
-    index = torch.tensor([4, 1, 6])
-    every = index.expand(BATCH * KV, 3)
-    w = fit_weights(queries, prompt, every, torch.ones_like(every, dtype=torch.bool)).clamp(min=0.1)
-    values = fit_values(queries, prompt, every, w)
+    some = torch.tensor([4, 1, 6])
     for cell, (own, keys) in enumerate(cells_of(queries, prompt)):
-        start = Placed(keys.keys[0, 0, index], w[cell], values[cell])
-        yield own, keys, start, keys.distance[0, 0, index], roots().flatten(0, 1)[cell]
+        wanted, place = Wanted.of(own, keys), (keys.keys[0, 0, some], keys.distance[0, 0, some])
+        w = fit_weights(wanted, *place).clamp(min=0.1)
+        start = Placed(*place, w, w[:, None] * keys.values[0, 0, some]).with_best_values(wanted)
+        yield wanted, keys, start, roots().flatten(0, 1)[cell]
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_the_error_that_moves_keys_is_that_of_attention_to_them(rule):
-    for queries, prompt, start, distance, root in heads_with_three_keys(rule):
-        keys = start.keys + 0.3
-        placed = Placed(keys, start.weights, start.values)
-        total = 0.0
+    for wanted, prompt, start, root in heads_with_three_keys(rule):
+        placed = start._replace(keys=start.keys + 0.3)
+        queries, total = wanted.queries, 0.0
         for i in range(ROWS):
             for s in range(GROUP):
                 q, z, log_n = (x[0, i, s] for x in (queries.q, queries.z, queries.log_n))
-                psi = [naive_share(q, k, log_n, prompt.rule, s, int(at) + i) for k, at in zip(keys, distance, strict=True)]
+                every = zip(placed.keys, placed.distance, strict=True)
+                psi = [naive_share(q, k, log_n, prompt.rule, s, int(at) + i) for k, at in every]
                 of_prompt = [
                     naive_share(q, k, log_n, prompt.rule, s, int(at) + i)
                     for k, at in zip(prompt.keys[0, 0], prompt.distance[0, 0], strict=True)
@@ -202,49 +202,91 @@ def test_the_error_that_moves_keys_is_that_of_attention_to_them(rule):
                 given = sum(x * v for x, v in zip(psi, start.values, strict=True))
                 whole = 1 - sum(of_prompt) + sum(x * w for x, w in zip(psi, start.weights, strict=True))
                 total += float(((text + given) / whole - z) @ root @ root.T @ ((text + given) / whole - z))
-        found = moved_keys.mean_square(moved_keys.Wanted.of(queries, prompt, distance), placed, root)
-        assert found == pytest.approx(total / (ROWS * GROUP), rel=1e-11)
+        assert mean_square(wanted, placed, root) == pytest.approx(total / (ROWS * GROUP), rel=1e-11)
+
+
+def naive_descended(read: Wanted, start: Placed, root: torch.Tensor, steps: int, generator: torch.Generator) -> Placed:
+    """The steps with PyTorch's gradients, Adam and schedule, on the error as `mean_square` has it."""
+    first = start.keys, start.weights.log(), start.values / start.weights[:, None]
+    units = moved_keys._size(first[0]), 1.0, moved_keys._size(first[2])
+    changes = [torch.zeros_like(x).requires_grad_() for x in first]
+    size = math.ceil(len(read.p) / math.ceil(len(read.p) / moved_keys.QUERIES_PER_STEP))
+    optimizer = torch.optim.Adam(changes, lr=moved_keys.MOVING_RATE)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+
+    def now() -> Placed:
+        keys, log_weights, values = (x + unit * change for x, unit, change in zip(first, units, changes, strict=True))
+        return start._replace(keys=keys, weights=log_weights.exp(), values=log_weights.exp()[:, None] * values)
+
+    for _ in range(steps):
+        number = int(torch.randperm(math.ceil(len(read.p) / size), generator=generator)[0])
+        some, placed, total = read.part(slice(number * size, (number + 1) * size)), now(), 0.0
+        for psi, p, a, z in some.rows(placed.keys, placed.distance):
+            off = psi @ placed.weights - p
+            error = (psi @ placed.values - a - z * off[:, None]) @ root / (1 + off).clamp(min=1e-6)[:, None]
+            total = total + error.square().sum() / some.p.numel()
+        optimizer.zero_grad()
+        (total / mean_square(read, start, root)).backward()
+        optimizer.step()
+        schedule.step()
+    return Placed(*(x.detach() for x in now()))
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_the_descent_in_closed_form_is_that_of_automatic_gradients(rule, monkeypatch):
+    """Head by head: every number of a step, and so the objective."""
+    monkeypatch.setattr(moved_keys, "QUERIES_PER_STEP", 20)
+    for wanted, _, start, root in heads_with_three_keys(rule, rows=50):
+        found = descended(wanted, start, root, 12, torch.Generator().manual_seed(3))
+        expected = naive_descended(wanted, start, root, 12, torch.Generator().manual_seed(3))
+        assert (found.keys - start.keys).abs().max() > 0.05
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_moved_keys_have_less_error_and_the_best_values_there(rule, monkeypatch):
-    for queries, prompt, start, distance, root in heads_with_three_keys(rule, rows=200):
-        at = queries, prompt, start, distance, root
-        found = moved(*at, steps=40, seed=0)
-        wanted = moved_keys.Wanted.of(queries, prompt, distance)
-        before, after = (moved_keys.mean_square(wanted, x, root) for x in (start, found))
-        assert after < 0.9 * before
+    for wanted, _, start, root in heads_with_three_keys(rule, rows=200):
+        found = moved(wanted, start, root, steps=40, seed=0)
+        after = mean_square(wanted, found, root)
+        assert after < 0.9 * mean_square(wanted, start, root)
         assert bool((found.weights > 0).all())
         for seed in (7, 8, 9):
             other = found._replace(values=found.values + 1e-2 * normal(3, D, seed=seed))
-            assert moved_keys.mean_square(wanted, other, root) > after
+            assert mean_square(wanted, other, root) > after
         with monkeypatch.context() as too_far:
             too_far.setattr(moved_keys, "MOVING_RATE", 1e3)
-            assert moved(*at, steps=3, seed=0) is start
+            assert moved(wanted, start, root, steps=3, seed=0) is start
 
 
 def test_an_eighth_of_the_queries_moves_nothing_but_judges():
-    queries, prompt, start, distance, root = next(heads_with_three_keys(RULES["plain"], rows=200))
+    wanted, _, start, root = next(heads_with_three_keys(RULES["plain"], rows=200))
     judges = torch.randperm(200, generator=torch.Generator().manual_seed(0))[:25]
-    found = moved(queries, prompt, start, distance, root, steps=30, seed=0)
+    found = moved(wanted, start, root, steps=30, seed=0)
     for row, reads in ((int(judges[3]), False), (min({*range(200)} - {*judges.tolist()}), True)):
-        z = queries.z.clone()
+        z = wanted.queries.z.clone()
         z[:, row] += 1e-2
-        other = moved(queries._replace(z=z), prompt, start, distance, root, steps=30, seed=0)
+        other = moved(wanted._replace(queries=wanted.queries._replace(z=z)), start, root, steps=30, seed=0)
         assert torch.equal(other.keys, found.keys) is not reads
         assert not torch.equal(other.values, found.values)
-    assert moved(queries.part(slice(7)), prompt, start, distance, root, steps=30, seed=0) is start  # none to judge
+    assert moved(wanted.part(slice(7)), start, root, steps=30, seed=0) is start  # none to judge
 
 
-def test_a_head_with_every_key_or_none_keeps_them_in_place():
+def test_heads_are_fitted_by_themselves_and_one_with_every_key_or_none_keeps_them():
     queries, prompt = attention(rows=200)
     index = torch.arange(KEYS).expand(BATCH * KV, KEYS)
-    fitted = fitted_keys(prompt, queries, index, torch.tensor([[KEYS, 3, 4], [2, 0, 3]]))
-    layer = moved_layer(prompt, queries, fitted, roots(), steps=20, seed=0)
-    same = [[torch.equal(layer.values[b, g], fitted.values[b, g]) for g in range(KV)] for b in range(BATCH)]
+    own = own_keys(prompt, index, torch.tensor([[KEYS, 3, 4], [2, 0, 3]]))
+    layer = fitted_layer(prompt, queries, own, roots(), steps=20, seed=0)
+    same = [[torch.equal(layer.values[b, g], own.values[b, g]) for g in range(KV)] for b in range(BATCH)]
     assert same == [[True, False, False], [False, True, False]]
     assert torch.equal(layer.keys[0, 0], prompt.keys[0, 0])
-    assert torch.equal(layer.weights > 0, fitted.weights > 0)
+    assert torch.equal(layer.weights > 0, own.weights > 0)
+    for cell, (each, keys) in enumerate(cells_of(queries, prompt)):
+        used, at = own.weights.flatten(0, 1)[cell] > 0, divmod(cell, KV)
+        if 0 < int(used.sum()) < KEYS:
+            start = Placed(*(x[at][used] for x in own))
+            alone = fitted(Wanted.of(each, keys), start, roots()[at], steps=20, seed=0)
+            assert all(torch.equal(x[at][used], y) for x, y in zip(layer, alone, strict=True))
 
 
 @pytest.mark.parametrize("total", [0, 1, 5, 9, 12])
@@ -336,4 +378,4 @@ def test_one_key_by_hand():
     sums = statistics(queries, prompt, torch.ones(1, 1, 1, 1, dtype=torch.float64))
     chosen = choose_keys(sums, 1)
     assert chosen.keys.tolist() == [[0]]
-    assert float(fit_weights(queries, prompt, chosen.keys, torch.ones(1, 1, dtype=torch.bool))) == pytest.approx(7 / 6)
+    assert float(fit_weights(Wanted.of(queries, prompt), keys[0, 0, :1], torch.ones(1).long())) == pytest.approx(7 / 6)

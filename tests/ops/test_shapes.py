@@ -66,6 +66,9 @@ def made(x: Any) -> Any:
 
 RULE = features.ScoreRule(2.0)
 QUERIES = landmarks.Queries("b p h d", "b p h d", "b p h", ints("p"))
+WANTED = landmarks.Wanted(
+    landmarks.Queries("one p two d", "one p two d", "one p two", ints("p")), "p two", "p two d", RULE._replace(slopes=None)
+)
 PROMPT = landmarks.PromptKeys("b g r d", "b g r d", ints("b g r"), None, RULE)
 SUMS = landmarks.Statistics(Products(torch.rand(6, 5, 5)), "c r", "c r d", "c", 14)
 KERNEL = dual.LogKernel("h p p", None)
@@ -112,8 +115,8 @@ OPS: dict[Any, dict[str, Any]] = {
     landmarks.shares: dict(queries=QUERIES, prompt=PROMPT),
     landmarks.statistics: dict(queries=QUERIES, prompt=PROMPT, root_metric="b g d d"),
     pursuit.choose_keys: dict(sums=SUMS, r=2),
-    landmarks.fit_weights: dict(queries=QUERIES, prompt=PROMPT, index=ints("c two"), active=bools("c two")),
-    landmarks.fit_values: dict(queries=QUERIES, prompt=PROMPT, index=ints("c two"), w="c two"),
+    landmarks.fit_weights: dict(wanted=WANTED, keys="r d", distance=ints("r")),
+    landmarks.fit_values: dict(wanted=WANTED, keys="r d", distance=ints("r"), w="r", start="r d"),
     attention_variants.augment: dict(x="b p h d", weights=["h d e", "h e f"], activation=torch.relu),
     attention_variants.lowest_scored: dict(scores="b h p key", visible=bools("b h p key"), k=2),
     attention_variants.mean_of_negatives: dict(
