@@ -119,8 +119,11 @@ def as_rows(n_rows: int, n_keys: int) -> bool:
 
 
 def by_cell(cells: int, n_rows: int, n_keys: int, device: torch.device) -> bool:
-    """Whether the Gram matrices or rows of all cells are more than :data:`NUMBERS_AT_ONCE`: then one cell at a time."""
-    return cells * n_keys * min(n_rows, n_keys) > by_device(NUMBERS_AT_ONCE, device)
+    """Whether keys are chosen one cell at a time, so that each path ends where its own gains are too small: on a CPU, where the
+    Gram matrices or rows of all cells do not fit its cache; on an accelerator, where they are more than it should hold.
+    """
+    most = min(BLOCK_NUMBERS, NUMBERS_AT_ONCE) if device.type == "cpu" else by_device(NUMBERS_AT_ONCE, device)
+    return cells * n_keys * min(n_rows, n_keys) > most
 
 
 def concatenated(parts: Iterable[T], make: Callable[..., T]) -> T:
@@ -146,8 +149,8 @@ def _total(parts: Iterator[Tensor]) -> Tensor:
 #
 # Sums over the queries are computed cell by cell, so that what is read repeatedly stays in the processor's cache.
 
-GRAM_COLUMNS = 128
-"""Columns of a Gram matrix that are computed at once; entries above the diagonal are copied by symmetry."""
+GRAM_ROWS = 128
+"""Rows of a Gram matrix that are computed at once; entries below the diagonal are copied by symmetry."""
 
 
 class Queries(NamedTuple):
@@ -274,19 +277,16 @@ def statistics(queries: Queries, prompt: PromptKeys, root_metric: Float[Tensor, 
         for cell, (own, keys) in enumerate(cells_of(queries, prompt)):
             for block in blocks_of(own, n_keys):
                 _add_gram(products[cell], key_shares(block, keys)[0])
-        gram = Products(products)
+        gram = Products(products.triu() + products.triu(1).mT)
     values = rearrange(prompt.values.double() @ root_metric.double(), "b g key d -> (b g) key d")
     sums = gram.times(torch.cat([values, torch.ones_like(values[..., :1])], dim=-1))
     return Statistics(gram, sums[..., -1], sums[..., :-1], z_size, n_rows)
 
 
 def _add_gram(gram: Float[Tensor, "key key"], psi: Float[Tensor, "row key"]) -> None:
-    """Add psi^T psi, computing only one triangle of it."""
-    for first in range(0, len(gram), GRAM_COLUMNS):
-        some = slice(first, first + GRAM_COLUMNS)
-        products = psi[:, some].mT @ psi[:, first:]
-        gram[some, first:] += products
-        gram[first + GRAM_COLUMNS :, some] += products[:, GRAM_COLUMNS:].mT
+    """Add psi^T psi on and above the diagonal, and little below."""
+    for first in range(0, len(gram), GRAM_ROWS):
+        gram[first : first + GRAM_ROWS, first:] += psi[:, first : first + GRAM_ROWS].mT @ psi[:, first:]
 
 
 # Weights and values of the kept keys, in closed form: first the normalizer, then the output.

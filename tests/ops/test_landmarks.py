@@ -98,7 +98,7 @@ def test_sums_over_blocks_are_sums(monkeypatch):
     queries, prompt = attention()
     whole = statistics(queries, prompt, roots())
     monkeypatch.setattr(landmarks, "BLOCK_NUMBERS", 3 * GROUP * KEYS)
-    monkeypatch.setattr(landmarks, "GRAM_COLUMNS", 3)  # 7 keys: in threes, and one
+    monkeypatch.setattr(landmarks, "GRAM_ROWS", 3)  # 7 keys: in threes, and one
     parts = statistics(queries, prompt, roots())
     torch.testing.assert_close(whole.gram.products, parts.gram.products, rtol=1e-12, atol=1e-12)
     for a, b in zip(whole[1:], parts[1:], strict=True):
