@@ -284,7 +284,7 @@ def bias_ablation(
         {columns}
 
     Raises:
-        KVLensError: a batch of biases, a bias of another model, invalid tokens.
+        KVLensError: a head that does not exist, a batch of biases, a bias of another model, invalid tokens.
     """
     bias, text = bias_and_text(model, "bias_ablation", prompt, text)
     exchange = HeadExchange(bias, zeros_of(bias))
@@ -373,6 +373,9 @@ def _removed(
 
 def _heads_taken(exchange: HeadExchange, removals: Sequence[RemovedHeads]) -> Bool[Tensor, "removal part"]:
     """True at the heads that each removal takes."""
+    pairs = [pair for removal in removals for pair in removal]
+    if unknown := [pair for pair in pairs if ExchangedPart(*pair) not in exchange.number]:
+        raise KVLensError(f"removals: this model has no (layer, head) {unknown[0]}, counted from 0")
     return exchange.rows([[exchange.number[ExchangedPart(*pair)] for pair in removal] for removal in removals])
 
 

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from kvlens import KVBias, KVLensError, KVModel
 from kvlens.checks import checked
-from kvlens.errors import check_known
+from kvlens.errors import brief, check_known
 from kvlens.model import head_hooks
 
 from ..attribution.answers import Answer, Rival
@@ -415,6 +415,8 @@ def _keep(into: dict[Any, Tensor], key: object, x: Tensor, hook: object) -> None
 
 def _values(metric: Metric, logits: Tensor) -> list[float]:
     values = metric(logits)
+    if not isinstance(values, Tensor) or values.shape != logits.shape[:1]:
+        raise KVLensError(f"metric: expected one number per row, [{len(logits)}], from logits, got {brief(values)}")
     return values.double().tolist()
 
 

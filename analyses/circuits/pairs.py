@@ -103,7 +103,7 @@ def read_pairs(
             lengths = sorted({len(case.clean) for case in cases})
             raise KVLensError(f"metric: a function takes prompts of one length, got {lengths}; pass answer= and rival=")
         return [_pairs(cases, metric, None)]
-    answers, rivals = (_for_each(of, len(cases), many) for of in (answer, rival))
+    answers, rivals = (_for_each(*of, len(cases), many) for of in (("answer", answer), ("rival", rival)))
     asked = [_asked(model, *each) for each in zip(cases, answers, rivals, strict=True)]
     numbers = (2 * len(graph.writers) + 2 * len(graph.readers)) * model.cfg.d_model
     return _batches(asked, 2 * NUMBERS_PER_PASS // numbers)
@@ -114,10 +114,11 @@ def _cases(model: KVModel, prompt: object, corrupted: object, text: object, with
     listed, many = _listed(prompt)
     clean = [prompt_sequence(model, "prompt", one) for one in listed]
     others = clean if corrupted is None else [prompt_sequence(model, "corrupted", one) for one in _listed(corrupted)[0]]
+    _check_count("corrupted", others, len(clean))
     _check_lengths(clean, others)
     hidden = [None] * len(clean) if without is None else [_hidden(model, *each) for each in _each(listed, clean, without)]
     one_for_all = not many or (isinstance(text, Tensor) and text.dim() == 1)
-    each_text = _for_each(text, len(clean), not one_for_all)
+    each_text = _for_each("text", text, len(clean), not one_for_all)
     texts = [None if one is None else one_sequence(model, "text", one) for one in each_text]
     return [_case(*each) for each in zip(clean, others, hidden, texts, strict=True)], many
 
@@ -143,6 +144,8 @@ def _check_lengths(clean: Sequence[Tensor], others: Sequence[Tensor]) -> None:
 def _each(listed: Sequence[Any], clean: Sequence[Tensor], without: Any) -> list[tuple[Any, Tensor, By]]:
     """Every prompt as it was given and as tokens, and what it is without: the same for all, or one list for each."""
     own = all(isinstance(one, list) for one in without)
+    if own:
+        _check_count("without", without, len(clean))
     return list(zip(listed, clean, without if own else [without] * len(clean), strict=True))
 
 
@@ -167,11 +170,17 @@ def _case(
     return _Case(clean, corrupted, hidden, None if text is None else n, None, None)
 
 
-def _for_each(given: Any, n: int, many: bool) -> list[Any]:
+def _check_count(name: str, given: Sequence[Any], n: int) -> None:
+    if not n or len(given) != n:
+        raise KVLensError(f"{name}: expected one for each clean prompt, of which there are {n}, got {len(given)}")
+
+
+def _for_each(name: str, given: Any, n: int, many: bool) -> list[Any]:
     """One value for all pairs, which of several prompts is a word, a token or None, or one for each."""
     one_word = given is None or isinstance(given, str | int) or (isinstance(given, Tensor) and given.dim() == 0)
     if one_word or not many:
         return [given] * n
+    _check_count(name, given, n)
     return list(given)
 
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from kvlens import KVLensError, KVModel
 from kvlens.chat import prompt_layout
 from kvlens.checks import Seed, checked
+from kvlens.errors import brief
 from kvlens.texts import joined, token_texts
 from kvlens.units import Layout, Unit, always_there, cut, positions_of
 
@@ -95,8 +96,12 @@ def read_cases(model: KVModel, name: str, cases: Sequence[Case]) -> list[ReadCas
     """The cases of an analysis called ``name``.
 
     Raises:
-        KVLensError: no needle.
+        KVLensError: no cases, something else than three or four entries, or no needle.
     """
+    if not len(cases) or isinstance(cases[0], str) or not all(len(case) in (3, 4) for case in cases):
+        raise KVLensError(
+            f"{name}: expected cases, each (document, question, answer) or these and the needle, got {brief(cases)}"
+        )
     return [_read(model, f"{name}: case {number}", case) for number, case in enumerate(cases)]
 
 

@@ -247,6 +247,8 @@ def _pattern_under_bias(model: KVModel, tokens: Int[Tensor, " pos"], layer: int)
 
 def _weights(bias: KVBias, layer: int) -> tuple[Any, Float[Tensor, "1 head key"], Float[Tensor, "1 kv_head"], int]:
     """The keys of a layer, b_D, its logarithmic scale, and which of the layers with attention it is."""
+    if layer >= bias.n_layers:
+        raise KVLensError(f"attention_under_bias: layer {layer}: this model has layers 0 to {bias.n_layers - 1}")
     part = bias.layers[layer].attention
     if not isinstance(part, Keys):
         has = "a recurrent state" if part is None else "sums of features"

@@ -186,6 +186,8 @@ class HookedTransformer(HasText, HasWeights):
         tokenizer = tokenizer if tokenizer is not None or cfg.tokenizer_name is None else self.tokenizer_by_name(cfg)
         if tokenizer is not None:
             self.set_tokenizer(tokenizer, default_padding_side=default_padding_side)
+        if cfg.d_vocab == -1:
+            raise KVLensError("d_vocab: give the number of tokens, or a tokenizer")
         self.embed, self.hook_embed = Embed(cfg), HookPoint()
         pos_embed = self.build_pos_embed()
         if pos_embed is not None:

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.checks import Seed, checked
-from kvlens.dual.head_inputs import LayerReading, TokenRow, read_layers
+from kvlens.dual.head_inputs import LayerReading, TokenRow, check_index, read_layers
 from kvlens.errors import KVLensError
 from kvlens.kv_bias.storage import padded
 from kvlens.memory import NUMBERS_AT_ONCE
@@ -240,7 +240,7 @@ def demonstration_figures(
     Raises:
         KVLensError: as :func:`kvlens.dual.read_layers`; a query without demonstrations before it.
     """
-    query = range(len(tokens))[query_pos]
+    query = check_index("query_pos", query_pos, len(tokens))
     n = query if n_demonstrations is None else n_demonstrations
     check_demonstrations(query + 1, n_demonstrations)
     layers: list[DemonstrationFigures] = []

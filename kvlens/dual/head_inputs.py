@@ -72,10 +72,10 @@ def read_layers(
         layers: which ones; None for all.
 
     Raises:
-        KVLensError: invalid tokens, or attention without a dual model.
+        KVLensError: invalid tokens, a layer that does not exist, or attention without a dual model.
     """
-    every = range(model.cfg.n_layers)
-    wanted = every if layers is None else [every[layer] for layer in sorted(layers)]
+    n_layers = model.cfg.n_layers
+    wanted = range(n_layers) if layers is None else [check_index("layer", layer, n_layers) for layer in sorted(layers)]
     text = _one_text(model, tokens)
     check_attention(model, len(tokens))
     if not isinstance(model, HookedKVTransformer):
@@ -181,6 +181,13 @@ def check_attention(model: KVModel, pos: int) -> None:
     for refuse, reason in refused:
         if refuse:
             raise KVLensError(f"dual model: not defined for {reason}")
+
+
+def check_index(what: str, index: int, n: int) -> int:
+    """``index`` counted from 0. Raises KVLensError if it does not exist."""
+    if not -n <= index < n:
+        raise KVLensError(f"dual model: {what} {index!r} does not exist; there are {n}, from 0 to {n - 1}")
+    return index % n
 
 
 def _one_text(model: KVModel, tokens: Tensor) -> Int[Tensor, "one pos"]:

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.checks import checked
-from kvlens.dual.head_inputs import TokenRow
+from kvlens.dual.head_inputs import TokenRow, check_index
 from kvlens.dual.model import DualModel
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer, heads_per_layer
@@ -79,11 +79,11 @@ class DualLayer:
             KVLensError: as :meth:`DualModel.from_head`; a block without an MLP after its attention, or with norms after
                 either; ``exact`` with an activation that is not piecewise linear.
         """
-        layer = range(model.cfg.n_layers)[layer]
-        head = range(heads_per_layer(model)[layer])[head]
+        layer = check_index("layer", layer, model.cfg.n_layers)
+        head = check_index("head", head, heads_per_layer(model)[layer])
         _check_block(model, exact)
         dual = DualModel.from_head(model, tokens, layer, head, query_pos, n_demonstrations)
-        query = range(len(tokens))[query_pos]
+        query = check_index("query_pos", query_pos, len(tokens))
         block: Any = model.blocks[layer]
         read = _read_block(model, tokens, layer, query)
         W_O = block.attn.W_O.double()

@@ -25,6 +25,7 @@ from kvlens.checks import Count, Finite, Seed, Within, checked, ensure
 from kvlens.dual.head_inputs import (
     LayerReading,
     TokenRow,
+    check_index,
     read_layers,
 )
 from kvlens.errors import KVLensError
@@ -108,11 +109,11 @@ class DualModel:
             KVLensError: no demonstrations, a query before its demonstrations,
                 attention without a dual model, or an approximate kernel for a head that has its own features.
         """
-        layer = range(model.cfg.n_layers)[layer]
-        head = range(heads_per_layer(model)[layer])[head]
+        layer = check_index("layer", layer, model.cfg.n_layers)
+        head = check_index("head", head, heads_per_layer(model)[layer])
         readings: list[LayerReading] = []
         read_layers(model, tokens, lambda _, reading: readings.append(reading), [layer])
-        query = range(len(tokens))[query_pos]
+        query = check_index("query_pos", query_pos, len(tokens))
         reading = one_head(readings[0], head, query)
         n = query if n_demonstrations is None else n_demonstrations
         n_rows = reading.bias_features.shape[1]

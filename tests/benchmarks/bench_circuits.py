@@ -446,7 +446,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=["ioi"])
     parser.add_argument("--pairs", type=int, default=100, help="that choose, and as many that measure")
-    parser.add_argument("--methods", nargs="+", default=["eap_ig", "eap", "random0"], help=f"also {BY_QUERY_HEAD}, confirmedNofPAIRS, circuitkit")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=["eap_ig", "eap", "random0"],
+        help=f"also {BY_QUERY_HEAD}, confirmedNofPAIRS, circuitkit",
+    )
     parser.add_argument("--by", nargs="+", choices=["edges", "nodes"], default=["edges", "nodes"])
     parser.add_argument("--orders", nargs="+", choices=["signed", "absolute"], default=["signed", "absolute"])
     parser.add_argument("--python", help="an interpreter that has CircuitKIT")
