@@ -289,6 +289,41 @@ def test_heads_are_fitted_by_themselves_and_one_with_every_key_or_none_keeps_the
             assert all(torch.equal(x[at][used], y) for x, y in zip(layer, alone, strict=True))
 
 
+def test_every_keys_share_is_computed_once_for_all_fits_of_a_head(monkeypatch):
+    queries, prompt = attention(rows=200)
+    own = own_keys(prompt, torch.arange(KEYS).expand(BATCH * KV, KEYS), torch.full((BATCH, KV), 3))
+    whole, made = landmarks.key_shares, []
+
+    def counted(queries, prompt):
+        made.append(prompt.keys.shape[2])
+        return whole(queries, prompt)
+
+    monkeypatch.setattr(landmarks, "key_shares", counted)
+    fitted_layer(prompt, queries, own, roots(), steps=5, seed=0)
+    assert made.count(KEYS) == BATCH * KV and set(made) == {KEYS, 3}
+
+
+def test_a_long_prompts_head_is_followed_no_further_than_its_own_path_goes(monkeypatch):
+    """On a CPU; the paths of a short one's heads are as long as the longest, which costs less there than to begin each anew."""
+    queries, prompt = attention()
+    last = torch.arange(KEYS) == KEYS - 1
+    one = prompt._replace(values=torch.where(last[:, None], prompt.values, prompt.values[..., -1:, :]))
+    values = torch.cat([prompt.values[:, :1], one.values[:, 1:]], dim=1)  # all heads but the first need little
+    column, read = Products.column, []
+    monkeypatch.setattr(Products, "column", lambda gram, j: read.append(len(j)) or column(gram, j))
+    monkeypatch.setattr(pursuit, "AHEAD", 1)
+    layer = queries, prompt._replace(values=values), roots()
+    floor = torch.tensor([2.0, 2.0], dtype=torch.float64)
+    (together,) = choose_among([layer], KEYS, floor)
+    n_together = sum(read)
+    read.clear()
+    monkeypatch.setattr(landmarks, "BLOCK_NUMBERS", 1)
+    (alone,) = choose_among([layer], KEYS, floor)
+    assert sum(read) < n_together == BATCH * KV * together.gain.shape[1]
+    total = torch.tensor([4, 4])
+    assert torch.equal(budgets_by_gain([alone.gain], total), budgets_by_gain([together.gain], total))
+
+
 @pytest.mark.parametrize("total", [0, 1, 5, 9, 12])
 def test_budgets_remove_most(total):
     """With gains that fall, as a pursuit's do, one key after the other is the best of all ways to give them out."""
