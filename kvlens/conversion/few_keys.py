@@ -187,8 +187,10 @@ def chosen_keys(
 ) -> tuple[list[Int[Tensor, "cell r"]], Int[Tensor, "layer batch kv_head"]]:
     """The path of every head, layer by layer, and how many of its keys it gets: ``wanted`` on average, or each."""
 
-    def path(layers: Sequence[int], r: int, floor: Tensor | None = None) -> list[Chosen]:
-        return choose_among([(queries[i], teacher.keys(i), root_of(metrics[i])) for i in layers], r, floor)
+    def path(
+        layers: Sequence[int], r: int, floor: Tensor | None = None, before: Sequence[Chosen] | None = None
+    ) -> list[Chosen]:
+        return choose_among([(queries[i], teacher.keys(i), root_of(metrics[i])) for i in layers], r, floor, before)
 
     n_layers, n_kv_heads, n_keys = len(queries), teacher.n_kv_heads, teacher.exact.bias.d_phi
     if equal:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from einops import rearrange, reduce
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens.checks import doors
@@ -96,11 +96,17 @@ class Chosen(NamedTuple):
 LayerOfKeys = tuple[Queries, PromptKeys, Float[Tensor, "batch kv_head d_head d_head"]]
 
 
-def choose_among(layers: Sequence[LayerOfKeys], r: int, floor: Float[Tensor, " batch"] | None = None) -> list[Chosen]:
+def choose_among(
+    layers: Sequence[LayerOfKeys],
+    r: int,
+    floor: Float[Tensor, " batch"] | None = None,
+    before: Sequence[Chosen] | None = None,
+) -> list[Chosen]:
     """The first ``r`` keys of every head of some layers, in one path of them all, which is long enough for each; of long
-    prompts, one head at a time, so that memory stays bounded.
+    prompts, one head at a time (:func:`~kvlens.ops.landmarks.by_cell`).
 
     Arguments as in :func:`~kvlens.ops.landmarks.statistics` for each layer, and :func:`choose_keys`, ``floor`` for each prompt.
+    ``before`` are shorter paths; those that have ended are not followed again where heads are followed by themselves.
     """
     queries, prompt, _ = layers[0]
     batch, kv_heads, n_keys, _ = prompt.keys.shape
@@ -109,7 +115,8 @@ def choose_among(layers: Sequence[LayerOfKeys], r: int, floor: Float[Tensor, " b
         every = [statistics(*each) for each in layers]
         found = choose_keys(_together(every), r, None if floors is None else floors.repeat(len(layers)))
         return [Chosen(*each) for each in zip(*(x.split(cells) for x in found), strict=True)]
-    return [_head_by_head(*each, r, floors) for each in layers]
+    known: Sequence[Chosen | None] = before or [None] * len(layers)
+    return [_head_by_head(*each, r, floors, short) for each, short in zip(layers, known, strict=True)]
 
 
 def _together(every: Sequence[Statistics]) -> Statistics:
@@ -121,9 +128,14 @@ def _together(every: Sequence[Statistics]) -> Statistics:
     return Statistics(gram, with_p, with_a, torch.cat([each.z_size for each in every]), every[0].n_rows)
 
 
-def _head_by_head(queries: Queries, prompt: PromptKeys, root_metric: Tensor, r: int, floors: Tensor | None) -> Chosen:
+def _head_by_head(
+    queries: Queries, prompt: PromptKeys, root_metric: Tensor, r: int, floors: Tensor | None, before: Chosen | None
+) -> Chosen:
     found = []
     for cell, own in enumerate(cells_of(queries, prompt)):
+        if before is not None and floors is not None and not bool(_goes_on(before.gain, floors)[cell]):
+            found.append(Chosen(*(x[cell : cell + 1] for x in before)))
+            continue
         root = root_metric.flatten(0, 1)[cell][None, None]
         found.append(choose_keys(statistics(*own, root), r, None if floors is None else floors[cell : cell + 1]))
     longest = max(each.gain.shape[1] for each in found)
@@ -239,7 +251,7 @@ def budgets_by_gain(
 
 
 def lazy_paths(
-    path: Callable[[Sequence[int], int, Tensor], list[Chosen]],
+    path: Callable[[Sequence[int], int, Tensor, Sequence[Chosen] | None], list[Chosen]],
     n_layers: int,
     n_keys: int,
     wanted: Int[Tensor, " batch"],
@@ -250,7 +262,7 @@ def lazy_paths(
 
     Args:
         path: of some layers, the paths of at most so many steps, which may end where their levels are below a number for each
-            prompt.
+            prompt; and shorter ones, if there are any.
         n_keys: steps of a whole path.
         wanted: keys per head, on average, of each prompt.
         at_once: with how many layers ``path`` is called.
@@ -259,26 +271,22 @@ def lazy_paths(
     found: list[Chosen] = []
     for start in range(0, n_layers, at_once):
         some = list(range(start, min(start + at_once, n_layers)))
-        found += path(some, first, waterline([each.gain for each in found], total))
+        found += path(some, first, waterline([each.gain for each in found], total), None)
     waiting = list(range(n_layers)) if first < n_keys else []
     while True:
         floor = waterline([each.gain for each in found], total)
-        waiting = [layer for layer in waiting if _goes_on(found[layer], first, floor)]
+        floors = floor.repeat_interleave(n_kv_heads)
+        waiting = [i for i in waiting if found[i].gain.shape[1] == first and bool(_goes_on(found[i].gain, floors).any())]
         if not waiting:
             return found
         some, waiting = waiting[:at_once], waiting[at_once:]
-        for layer, longer in zip(some, path(some, n_keys, floor), strict=True):
+        for layer, longer in zip(some, path(some, n_keys, floor, [found[i] for i in some]), strict=True):
             found[layer] = longer
 
 
-def _goes_on(short: Chosen, first: int, floor: Float[Tensor, " batch"]) -> bool:
-    """Whether a path of ``first`` steps ends above the waterline, so that the next one may be above it, too."""
-    if short.gain.shape[1] < first:
-        return False
-    if first < AHEAD:
-        return True
-    ends = rearrange(levels(short.gain)[:, -AHEAD], "(b g) -> b g", b=len(floor))
-    return bool((ends >= floor[:, None]).any())
+def _goes_on(gain: Float[Tensor, "cell r"], floor: Float[Tensor, " cell"]) -> Bool[Tensor, " cell"]:
+    """Which paths end above the waterline, so that the next key may be above it, too."""
+    return levels(gain)[:, -AHEAD] >= floor if gain.shape[1] >= AHEAD else torch.ones_like(floor, dtype=torch.bool)
 
 
 doors(__name__)

@@ -29,6 +29,7 @@ from kvlens.ops.landmarks import (
     statistics,
 )
 from kvlens.ops.pursuit import (
+    Chosen,
     budgets_by_gain,
     choose_among,
     choose_keys,
@@ -322,6 +323,15 @@ def test_a_long_prompts_head_is_followed_no_further_than_its_own_path_goes(monke
     assert sum(read) < n_together == BATCH * KV * together.gain.shape[1]
     total = torch.tensor([4, 4])
     assert torch.equal(budgets_by_gain([alone.gain], total), budgets_by_gain([together.gain], total))
+    short, each = (
+        Chosen(*(x[:, :1] for x in alone)),
+        BATCH * KV,
+    )  # some paths have ended after one step, and are kept as they are
+    read.clear()
+    (longer,) = choose_among([layer], KEYS, floor, [short])
+    ended = int((levels(short.gain)[:, -1] < 2).sum())
+    assert 0 < ended < each and torch.equal(budgets_by_gain([longer.gain], total), budgets_by_gain([alone.gain], total))
+    assert longer.gain[:, 1].count_nonzero() == each - ended
 
 
 @pytest.mark.parametrize("total", [0, 1, 5, 9, 12])
@@ -378,7 +388,7 @@ def test_lazy_paths_are_the_whole_paths_cut_at_the_waterline(monkeypatch, total,
         )
     whole = [choose_keys(each, n_keys) for each in problems]
 
-    def path(some, r, floor):
+    def path(some, r, floor, before):
         return [choose_keys(problems[layer], r, floor.repeat_interleave(KV)) for layer in some]
 
     wanted = torch.tensor([total // 6, total // 3])  # two prompts
