@@ -9,7 +9,8 @@ is the error of the head's output, exactly, and the mean of |e_i R|^2 over the r
 u. It begins with the fit in closed form, takes no pass through the model, and ends with the values in closed form. An eighth of
 the queries is left out and judges: a head for which their error does not fall keeps its fit, as does one that has every key.
 
-New in kvlens. Polishing (:mod:`kvlens.conversion.gradients`) moves the same numbers by their effect on the logits.
+New in kvlens; the gradients are in closed form (:func:`slopes`). Polishing (:mod:`kvlens.conversion.gradients`) moves the same
+numbers by their effect on the logits.
 """
 
 import math

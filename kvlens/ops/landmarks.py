@@ -277,7 +277,7 @@ def statistics(queries: Queries, prompt: PromptKeys, root_metric: Float[Tensor, 
         for cell, (own, keys) in enumerate(cells_of(queries, prompt)):
             for block in blocks_of(own, n_keys):
                 _add_gram(products[cell], key_shares(block, keys)[0])
-        gram = Products(products.triu() + products.triu(1).mT)
+        gram = Products(_mirrored(products))
     values = rearrange(prompt.values.double() @ root_metric.double(), "b g key d -> (b g) key d")
     sums = gram.times(torch.cat([values, torch.ones_like(values[..., :1])], dim=-1))
     return Statistics(gram, sums[..., -1], sums[..., :-1], z_size, n_rows)
@@ -287,6 +287,14 @@ def _add_gram(gram: Float[Tensor, "key key"], psi: Float[Tensor, "row key"]) -> 
     """Add psi^T psi on and above the diagonal, and little below."""
     for first in range(0, len(gram), GRAM_ROWS):
         gram[first : first + GRAM_ROWS, first:] += psi[:, first : first + GRAM_ROWS].mT @ psi[:, first:]
+
+
+def _mirrored(gram: Float[Tensor, "cell key key"]) -> Float[Tensor, "cell key key"]:
+    """With what is above the diagonal below it, too; in place."""
+    for first in range(0, gram.shape[1], GRAM_ROWS):
+        rows, later = slice(first, first + GRAM_ROWS), slice(first + GRAM_ROWS, None)
+        gram[:, later, rows] = gram[:, rows, later].mT
+    return gram
 
 
 # Weights and values of the kept keys, in closed form: first the normalizer, then the output.
