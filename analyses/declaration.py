@@ -330,7 +330,7 @@ class Analysis:
         """Whether a record must have a text."""
         return any(source.name == "text" and source.required for source in self.inputs.values())
 
-    def read_options(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def read_options(self, given: Mapping[str, Any]) -> dict[str, object]:
         """All options as the function takes them: those given, after checks, and the defaults of the others.
 
         Raises:

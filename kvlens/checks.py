@@ -98,7 +98,7 @@ def one_of(names: Iterable[str]) -> Any:
     return Literal[tuple(names)]  # type: ignore[valid-type]
 
 
-def members(kind: Any) -> tuple[Any, ...]:
+def members(kind: Any) -> tuple[object, ...]:
     """The alternatives of an annotation, of which one must fit."""
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 

@@ -161,7 +161,7 @@ def _each(values: Iterable[Any]) -> Iterator[Any]:
     return looked(iter(values))
 
 
-def _inside(value: object) -> Iterable[Any]:
+def _inside(value: object) -> Iterable[object]:
     if isinstance(value, Namespace):
         return tuple(object.__getattribute__(value, "__dict__").values())
     if isinstance(value, dict):
@@ -297,7 +297,7 @@ def _pay_replacement(text: str, old: object = "", new: object = "", *_: object) 
         _now().pay(len(text) + text.count(old) * len(new))
 
 
-def _joinable(mark: object, values: Iterable[Any]) -> list[Any]:
+def _joinable(mark: object, values: Iterable[Any]) -> list[object]:
     found, bounds = list(_each(values)), _now()
     bounds.pay(bounds.size(found) + len(str(mark)) * len(found))
     return found

@@ -139,7 +139,7 @@ class Parts:
             with open(self._path(result, folder), "x+b") as file:
                 self._write(file, result)
 
-    def _started_with(self) -> dict[str, Any]:
+    def _started_with(self) -> dict[str, object]:
         """The settings of the parts, which need no checksum: where they are damaged, they differ from any others."""
         try:
             return dict(read_json("out", self.folder / SETTINGS))
@@ -272,7 +272,7 @@ def read_row_groups(path: Path, schema: pa.Schema) -> Iterator[pa.Table]:
         ) from error
 
 
-def read_facts(path: Path) -> dict[str, Any] | None:
+def read_facts(path: Path) -> dict[str, object] | None:
     """The facts that :func:`write_table` put into a file; None for any other file."""
     try:
         return json.loads(pq.read_metadata(path).metadata[METADATA.encode()])

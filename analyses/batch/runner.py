@@ -238,7 +238,7 @@ def _with_progress(
                 last = now
 
 
-def _check_output(out: Path, *, replace: bool) -> dict[str, Any] | None:
+def _check_output(out: Path, *, replace: bool) -> dict[str, object] | None:
     """The facts of the table at that path, None if there is none."""
     if not out.exists():
         return None

@@ -372,7 +372,7 @@ def _describe(
     text: Int[Tensor, " pos"],
     bias: KVBias,
     units: list[list[tuple[int, int]]],
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The columns of both tables, for single heads, or for all heads of a layer, side by side."""
     outputs = bias_outputs(model, bias, text)
     of_bias, of_context = (_norms([z.norm(dim=-1).T for z in part], units) for part in outputs)

@@ -175,7 +175,7 @@ def _check_count(name: str, given: Sequence[Any], n: int) -> None:
         raise KVLensError(f"{name}: expected one for each clean prompt, of which there are {n}, got {len(given)}")
 
 
-def _for_each(name: str, given: Any, n: int, many: bool) -> list[Any]:
+def _for_each(name: str, given: Any, n: int, many: bool) -> list[object]:
     """One value for all pairs, which of several prompts is a word, a token or None, or one for each."""
     one_word = given is None or isinstance(given, str | int) or (isinstance(given, Tensor) and given.dim() == 0)
     if one_word or not many:

@@ -190,13 +190,13 @@ def _frame(
     return COLUMNS.frame(columns)
 
 
-def _unknown_composition(n_rows: int) -> dict[str, Any]:
+def _unknown_composition(n_rows: int) -> dict[str, object]:
     """Stand in for :func:`_strongest_k_composition` if some heads are not linear maps."""
     unknown = [pd.NA] * n_rows
     return {"k_composition_layer": unknown, "k_composition_head": unknown, "k_composition_score": [math.nan] * n_rows}
 
 
-def _strongest_k_composition(scores: Tensor, heads: tuple[Tensor, Tensor]) -> dict[str, Any]:
+def _strongest_k_composition(scores: Tensor, heads: tuple[Tensor, Tensor]) -> dict[str, object]:
     """Return for each head the earlier head with the largest score; the first layer has none."""
     n_heads = scores.shape[1]
     strongest, where = rearrange(scores, "from_layer from_head layer head -> (from_layer from_head) layer head").max(dim=0)

@@ -307,7 +307,7 @@ class HasText(HookedRootModule):
         max_new_tokens: int,
         stops: tuple[Tensor, int] | None,
         use_past_kv_cache: bool,
-        sampling: dict[str, Any] | None,
+        sampling: dict[str, object] | None,
     ) -> Iterator[tuple[Int[Tensor, " batch"], Float[Tensor, "batch d_vocab_out"]]]:
         """The next token of every row and the logits that it was chosen by, one step after the other.
 

@@ -46,7 +46,7 @@ class LatentAttentionBridge(AttentionBridge):
 class HybridBlockBridge(BlockBridge):
     """A block whose ``self_attn`` is recurrent in some layers: it keeps ``linear_attn`` or ``attn`` of its submodules."""
 
-    hook_aliases: dict[str, Any]
+    hook_aliases: dict[str, object]
 
     def set_original_component(self, original_component: nn.Module) -> None:
         """Bind one layer of the Transformers model."""
@@ -55,7 +55,7 @@ class HybridBlockBridge(BlockBridge):
         recurrent = has_mixer(held.self_attn)
         kept = "linear_attn" if recurrent else "attn"
         del self.submodules["attn" if recurrent else "linear_attn"]
-        aliases: dict[str, Any] = {**self.hook_aliases, "hook_attn_out": f"{kept}.hook_out"}
+        aliases: dict[str, object] = {**self.hook_aliases, "hook_attn_out": f"{kept}.hook_out"}
         if not getattr(self.submodules[kept], "supports_split_qkv_fork", False):
             aliases = {name: target for name, target in aliases.items() if name not in ATTENTION_INPUTS}
         self.hook_aliases = aliases

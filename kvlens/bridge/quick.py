@@ -71,7 +71,7 @@ class QuickBlock(BlockBridge):
             self._teardown_capture_hooks()
         return held["_original_component"](*args, **self._filter_kwargs_for_forward(kwargs, len(args)))
 
-    def _filter_kwargs_for_forward(self, kwargs: dict[str, Any], num_positional_args: int = 0) -> dict[str, Any]:
+    def _filter_kwargs_for_forward(self, kwargs: dict[str, Any], num_positional_args: int = 0) -> dict[str, object]:
         module: Any = self.original_component
         if "forward" not in module.__dict__ and _takes_any_keyword(type(module).forward):
             return kwargs

@@ -27,7 +27,7 @@ def add_settings(command: argparse.ArgumentParser, flag: str, help: str) -> None
     command.add_argument(flag, nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=help)
 
 
-def settings_of(flag: str, pairs: Iterable[str]) -> dict[str, Any]:
+def settings_of(flag: str, pairs: Iterable[str]) -> dict[str, object]:
     """``["steps=5", "kv_shift=true"]`` -> values parsed as JSON, or as strings if they are not JSON.
 
     Raises:

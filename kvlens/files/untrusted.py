@@ -77,7 +77,7 @@ def read_json(what: str, path: Path) -> Any:
     return parsed_json(what, path, text)
 
 
-def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def each_once(pairs: list[tuple[str, Any]]) -> dict[str, object]:
     """A JSON object, for ``object_pairs_hook``; ValueError where a name occurs twice: Python would take the last."""
     found: dict[str, Any] = {}
     for name, value in pairs:

@@ -23,7 +23,7 @@ from kvlens.model.attention_variant import AttentionVariantConfig, why_no_kv_bia
 from kvlens.ops.linear_attention import retnet_decay
 
 SIZE, POSITIVE = Annotated[int, Within(1, 2**31 - 1)], Annotated[float, Within(above=0)]
-RANGES: dict[str, Any] = {
+RANGES: dict[str, object] = {
     "n_layers": Annotated[
         int, Within(1, 10_000)
     ],  # each layer is a Python module: more would take minutes, and is probably a typing error
@@ -61,7 +61,7 @@ def check_sizes(cfg: HookedTransformerConfig) -> None:
 
 
 @functools.cache
-def _annotations(kind: type) -> dict[str, Any]:
+def _annotations(kind: type) -> dict[str, object]:
     return typing.get_type_hints(kind)
 
 

@@ -298,7 +298,7 @@ def is_silent(model: Any, name: str) -> bool:
     return bool(block) and model.mod_dict[f"{block}.attn"].waits_for_a_bias(hook_point)
 
 
-def _called(model: Any) -> list[Any]:
+def _called(model: Any) -> list[object]:
     """The functions that are hooked to a point that fires, of which there is no warning."""
     points = [point for name, point in model.hook_dict.items() if not is_silent(model, name)]
     hooks = [handle.user_hook for point in points for handle in (*point.fwd_hooks, *point.bwd_hooks)]

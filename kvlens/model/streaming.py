@@ -411,7 +411,7 @@ def _at_once(model: Any, tokens: Tensor) -> int:
     return tokens_at_once(model, batch, n_pos, 0 if model.attached_kv_bias is None else model.attached_kv_bias.d_phi)
 
 
-def _entries(model: Any, batch: int) -> Sequence[Any]:
+def _entries(model: Any, batch: int) -> Sequence[object]:
     """What softmax layers keep between segments, empty, each of its own sizes."""
     cache = model.empty_cache(batch)
     if model.cfg.needs_own_cache:

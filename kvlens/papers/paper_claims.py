@@ -181,7 +181,7 @@ def write_run(name: str, *, comparisons: list[Comparison], **facts: object) -> N
     path.write_text(json.dumps(entry, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _kept(one: Comparison) -> dict[str, Any]:
+def _kept(one: Comparison) -> dict[str, object]:
     evidence = one.evidence
     if evidence is not None and evidence.rule == "values" and len(evidence.figures) > MOST_KEPT and one.sample is not None:
         short = (len(evidence.figures), one.sample.mean, one.sample.low or 0.0, one.sample.high or 0.0)

@@ -80,7 +80,7 @@ def rotary_fields(hf_config: Any, architecture: str, attn_types: set[str], d_hea
     return fields
 
 
-def _llama3(parameters: Mapping[str, Any]) -> dict[str, Any]:
+def _llama3(parameters: Mapping[str, Any]) -> dict[str, object]:
     return {
         "use_NTK_by_parts_rope": True,
         "NTK_by_parts_factor": parameters["factor"],
@@ -90,7 +90,7 @@ def _llama3(parameters: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _yarn(hf_config: Any, parameters: Mapping[str, Any], layer_type: str | None) -> dict[str, Any]:
+def _yarn(hf_config: Any, parameters: Mapping[str, Any], layer_type: str | None) -> dict[str, object]:
     _, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](hf_config, layer_type=layer_type)  # from up to four parameters
     original = parameters["original_max_position_embeddings"]
     return {

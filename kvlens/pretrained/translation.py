@@ -271,7 +271,7 @@ def _activation(hf_config: Any, architecture: str) -> str:
     return known[given]
 
 
-def _of_layers(hf_config: Any, architecture: str) -> dict[str, Any]:
+def _of_layers(hf_config: Any, architecture: str) -> dict[str, object]:
     """Say which layers see a window only."""
     n, types = hf_config.num_hidden_layers, getattr(hf_config, "layer_types", None)
     if architecture == "GPTNeoForCausalLM":

@@ -249,7 +249,7 @@ class FactsTask(Task):
         """The word-level tokenizer of the stories."""
         return word_tokenizer(pronouns=self.pronoun_share > 0, hops=self.hops == 2)
 
-    def measure_more(self, model: Any, n_sequences: int, loss: float) -> dict[str, Any]:
+    def measure_more(self, model: Any, n_sequences: int, loss: float) -> dict[str, object]:
         """Accuracy on stories of four and of eight (two hops: six) facts, and the accuracy of guessing."""
         if not isinstance(model, KVTransformerBridge):
             self._check_kind(model, HookedKVTransformer)
@@ -308,7 +308,7 @@ class FactsTask(Task):
         return Batch(inputs, torch.where(scored, inputs.roll(-1, dims=1), 0), scored)
 
 
-def _measured(model: Asked, stories: Sequence[Story], hops: int | None) -> dict[str, Any]:
+def _measured(model: Asked, stories: Sequence[Story], hops: int | None) -> dict[str, object]:
     """Accuracy on questions that need ``hops`` sentences; None for all questions."""
     if hops is None:
         return answer_shares(model, stories)._asdict()

@@ -111,7 +111,7 @@ class TextTask(Task):
             digest.update(windows.tokens.numpy().tobytes())
         return digest.hexdigest()
 
-    def describe_data(self) -> dict[str, Any]:
+    def describe_data(self) -> dict[str, object]:
         """The source of the text, its licences, and the number of tokens in each split."""
         tokens = {split: len(windows) for split, windows in self.windows.items()}
         if self.corpus == DOCS:

@@ -13,7 +13,7 @@ from kvlens.model import HookedKVTransformerConfig
 from kvlens.tasks import Task, task_names
 from kvlens.tasks.task import Model
 
-DEFAULT_MODEL: dict[str, Any] = dict(
+DEFAULT_MODEL: dict[str, object] = dict(
     n_layers=2, d_model=128, d_head=32, act_fn="gelu", normalization_type="LN", positional_embedding_type="rotary"
 )
 NOT_SETTINGS = ("device", "model_name")

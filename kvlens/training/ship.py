@@ -110,7 +110,7 @@ def train_recipe(
 
 def facts_of(
     recipe: Recipe, task: Task, model: nn.Module, result: TrainResult, config: dict[str, Any], heldout: dict[str, Any]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The content of ``training.json``: recipe, sizes and held-out measurements of a saved model, as JSON values."""
     training = asdict(from_fields(TrainSettings, dict(recipe.training)))
     return {
@@ -131,7 +131,7 @@ def facts_of(
 
 
 @torch.no_grad()
-def measure(model: Any, task: Task, loss: Loss) -> dict[str, Any]:
+def measure(model: Any, task: Task, loss: Loss) -> dict[str, object]:
     """Held-out loss and accuracy of a saved model, and the task's own measurements."""
     objective, heldout = ModelAndLoss(model.eval(), loss), task.heldout(MEASURED_SEQUENCES, MEASURE_SEED)
     total, correct, count = score_in_parts(objective, heldout, 32).tolist()

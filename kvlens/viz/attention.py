@@ -389,7 +389,7 @@ def linked_view(data: LinkedShares, *, title: str = "prompt, heads and next toke
     return Piece(title, body)
 
 
-def _json(data: LinkedShares) -> dict[str, Any]:
+def _json(data: LinkedShares) -> dict[str, object]:
     """The data of the page. A long prompt is shown in blocks of neighbors, each with its mean per token."""
     n_layers, n_heads, n_prompt = data.by_prompt.shape
     n_text = min(len(data.text), max(16, MAX_LINKED_CELLS // (n_layers * n_heads)))

@@ -248,7 +248,7 @@ def _patterns(found: Circuit, drawing: _Drawing, heads: pd.DataFrame) -> dict[st
     return patterns
 
 
-def _reasons(found: Circuit, drawing: _Drawing, head: Any) -> dict[str, Any] | None:
+def _reasons(found: Circuit, drawing: _Drawing, head: Any) -> dict[str, object] | None:
     """Why a head attends from the token where its estimate is largest to the one with the most attention; None if unknown."""
     query = int(found.by_position[found.graph.writers.index((head.layer, head.head))].abs().argmax())
     try:

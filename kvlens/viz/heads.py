@@ -80,12 +80,12 @@ def head_map(table: pd.DataFrame, column: str, *, clickable: bool, without_zero:
     return f'<div class="scroll" tabindex="0" role="region" aria-label="map of {html_text(title)}">{table_html}</div>'
 
 
-def maps_data(table: pd.DataFrame, columns: Sequence[str], without_zero: Collection[str] = ()) -> dict[str, Any]:
+def maps_data(table: pd.DataFrame, columns: Sequence[str], without_zero: Collection[str] = ()) -> dict[str, object]:
     """Return, by column where there are several, each head's value, in rows, and the values without and with full color."""
     return {column: _map_data(table, column, column in without_zero) for column in columns} if len(columns) > 1 else {}
 
 
-def _map_data(table: pd.DataFrame, column: str, without_zero: bool) -> dict[str, Any]:
+def _map_data(table: pd.DataFrame, column: str, without_zero: bool) -> dict[str, object]:
     numbers = head_grid(table, column).to_numpy().flatten().tolist()
     low, top = scale_of(numbers, without_zero=without_zero)
     return {"values": [rounded(value) for value in numbers], "low": rounded(low), "top": rounded(top)}
@@ -107,7 +107,7 @@ LEVELS = 63
 """The number of colors from none to full: more than are seen. Fewer numbers keep three digits."""
 
 
-def details_json(details: HeadDetails) -> dict[str, Any]:
+def details_json(details: HeadDetails) -> dict[str, object]:
     """The data of the page, within its size limits, and ``notes`` that say what was left out."""
     n_layers, n_heads = details.pattern.shape[:2]
     n_prompt, n_text, n_queries = len(details.prompt), len(details.text), len(details.queries)
@@ -291,7 +291,7 @@ def dual_view(
     return Piece(title, body, figure=functools.partial(heat_figure, by_head, FIGURES[0], title, without_zero=True))
 
 
-def _json(given: pd.DataFrame, by_head: pd.DataFrame, n: int, query: str) -> dict[str, Any]:
+def _json(given: pd.DataFrame, by_head: pd.DataFrame, n: int, query: str) -> dict[str, object]:
     """The data of the page. Long prompts are colored in blocks of neighbors, each with its mean per token."""
     numbers = {name: given[name].to_numpy().reshape(len(by_head), n) for name in OF_TOKENS}
     numbers["step"] = _shares(numbers["log_step_norm"])
@@ -323,7 +323,7 @@ def _most(of_head: dict[str, np.ndarray]) -> list[int]:
     return list(dict.fromkeys([*strongest[0], *strongest[1]]))
 
 
-def _row(of_head: dict[str, np.ndarray], position: int, token: str, j: int) -> list[Any]:
+def _row(of_head: dict[str, np.ndarray], position: int, token: str, j: int) -> list[object]:
     names = ("step", "output_share", "weight", "cosine_before", "cosine_after")
     return [position, token, *(rounded(float(of_head[name][j])) for name in names)]
 

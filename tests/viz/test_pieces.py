@@ -383,7 +383,6 @@ REFUSED = [
         (f"one row for each of 6 heads and 3 demonstrations, got {len(x)}", lambda x=x: viz.dual_view(losses(), x))
         for x in (demonstrations().iloc[1:], pd.concat([demonstrations()] * 2))
     ),
-    ("coloring 'x' must be", lambda: shares(colorings={"x": torch.zeros(3, 2)})),
     *(("expected a path", lambda x=x: viz.error_table(heads()).save_html(x)) for x in ("", "a\0b")),
     ("cannot write: ", functools.partial(viz.error_table(heads()).save_html, "x" * 300)),
 ]

@@ -18,7 +18,6 @@ import itertools
 import math
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -42,11 +41,11 @@ OTHERS = {
 }
 
 
-def _induction(vocab_size: int, length: int) -> dict[str, Any]:
+def _induction(vocab_size: int, length: int) -> dict[str, object]:
     return dict(name="induction", settings=dict(vocab_size=vocab_size, length=length))
 
 
-_MODELS: dict[str, Any] = {
+_MODELS: dict[str, object] = {
     "induction-shift-1l": _induction(512, 64),
     "induction-plain-2l": _induction(512, 64),
     "bigram-linear": dict(name="bigrams", settings=dict(n_letters=52, n_triggers=5, length=64, trigger_rate=0.5)),

@@ -268,7 +268,7 @@ def train_cells(cells: Iterable[Cell], settings: Settings, tell: Tell) -> tuple[
     ]
     progress = RunQueue(whole, tell)
     courses: list[pd.DataFrame] = []
-    examined: list[dict[str, Any]] = []
+    examined: list[dict[str, object]] = []
     for cell in whole:
         if cell.title:
             tell(cell.title)

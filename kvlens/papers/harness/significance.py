@@ -377,7 +377,7 @@ class Comparison:
         """The same comparison, without its verdict if ``untrained`` gives a reason why the models have not learned enough."""
         return self if untrained is None or not self.tested else replace(self, untrained=untrained)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """The entry in ``summary.json``: the evidence, and what follows from it."""
         found = dict(holds=self.holds, judged=self.tested, verdict=self.verdict, sample=self.sample and self.sample._asdict())
         return vars(self) | {"evidence": self.evidence and asdict(self.evidence)} | found

@@ -194,7 +194,7 @@ def start_ways(settings: Settings) -> dict[tuple[str, int, int], str]:
 
 def _distilled(
     model: HookedKVTransformer, prompt: Tensor, texts: Tensor, settings: Settings, seed: int, starts: Mapping[str, KVBias]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     """Yield a row for each way to fine-tune a copy of the model on the prompt, with the continuations it reads and its cost.
 
     ``starts``: the biases by the names of the rows; their rows have ``steps_share``, of the steps that were needed.

@@ -120,7 +120,7 @@ def weights_to_prompt(settings: Settings, tell: Tell) -> Reproduction:
     )
 
 
-def _imitate(model: HookedKVTransformer, part: str, settings: Settings, seed: int) -> Iterator[dict[str, Any]]:
+def _imitate(model: HookedKVTransformer, part: str, settings: Settings, seed: int) -> Iterator[dict[str, object]]:
     """A row for each way and number of keys, for one change of the weights."""
     generator = torch.Generator().manual_seed(1_000 * seed)
     prompt, learned = _prompt_and_texts(model, settings, generator)

@@ -12,7 +12,6 @@ Three constructions are built as real models, run on random tokens, and compared
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -81,7 +80,7 @@ def draw_text(settings: Settings) -> tuple[Float[Tensor, "token d"], Int[Tensor,
     return embeddings, tokens
 
 
-def _measure_all(embeddings: Tensor, tokens: Tensor, settings: Settings, tell: Tell) -> Iterator[dict[str, Any]]:
+def _measure_all(embeddings: Tensor, tokens: Tensor, settings: Settings, tell: Tell) -> Iterator[dict[str, object]]:
     for dtype, sigma, slope in itertools.product(DTYPES, settings["sigmas"], settings["slopes"]):
         tell(f"{str(dtype).removeprefix('torch.')}, sigma {sigma}, slope {slope}")
         rounded, head = embeddings.to(dtype), dict(sigma=sigma, slope=slope)  # the reference reads the same rounded rows
@@ -98,7 +97,7 @@ def measure(
     p1: float | None,
     sigma: float,
     slope: float,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """One row of the table: the model's attention output against IH of the same embeddings, in float64."""
     d = model.cfg.d_head
     out = head_output(model, tokens, blind=construction == BLIND).double()

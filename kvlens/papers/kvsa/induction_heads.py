@@ -105,7 +105,7 @@ def cells(settings: Settings, answers: list[dict[str, Any]]) -> Iterator[Cell]:
         yield Cell(own, chosen, dict(reads=reads), seeds=seeds, title=reads, examine=partial(examine, reads, own))
 
 
-def head_rows(start: Any, model: HookedKVTransformer, n_texts: int, n_repeated: int) -> list[dict[str, Any]]:
+def head_rows(start: Any, model: HookedKVTransformer, n_texts: int, n_repeated: int) -> list[dict[str, object]]:
     """One row per head of a trained model: where its coefficients started (None without a shift), and its score."""
     found = score_heads(model, n_sequences=n_texts, n_repeated=n_repeated, seed=FRESH)
     found = found[found["kind"] == "prefix_matching"]

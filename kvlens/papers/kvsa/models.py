@@ -22,13 +22,15 @@ MODELS: dict[str, dict[str, Any]] = {PLAIN: dict(kv_shift=False), SHIFTED: dict(
 """Label -> fields of the model's config."""
 MODEL_COLORS = {PLAIN: plots.PLAIN_COLOR, SHIFTED: plots.SHIFTED_COLOR}
 
-LLAMA_BLOCKS: dict[str, Any] = dict(act_fn="silu", gated_mlp=True, normalization_type="RMS", positional_embedding_type="rotary")
+LLAMA_BLOCKS: dict[str, object] = dict(
+    act_fn="silu", gated_mlp=True, normalization_type="RMS", positional_embedding_type="rotary"
+)
 """Fields of a config (sec. 3.2: "the same architecture as Llama"): RMSNorm, rotary positions, a gated MLP with SiLU."""
 
-TINY_TEXT: dict[str, Any] = dict(corpus="topics", vocab_size=300, length=24)
-SMALL_TEXT: dict[str, Any] = dict(corpus="docs", vocab_size=300, length=64)
-SMALL_MODEL: dict[str, Any] = dict(n_layers=2, d_model=64, d_head=16)
-SMALL_TRAINING: dict[str, Any] = dict(steps=2400, batch_size=8, eval_every=200, eval_sequences=256)
+TINY_TEXT: dict[str, object] = dict(corpus="topics", vocab_size=300, length=24)
+SMALL_TEXT: dict[str, object] = dict(corpus="docs", vocab_size=300, length=64)
+SMALL_MODEL: dict[str, object] = dict(n_layers=2, d_model=64, d_head=16)
+SMALL_TRAINING: dict[str, object] = dict(steps=2400, batch_size=8, eval_every=200, eval_sequences=256)
 SMALL_RATES = [5e-3, 1e-2]
 SMALL_SEEDS = [11, 12, 13, 14, 15, 16]
 MORE_SEEDS = [17, 18, 19, 20, 21, 22]
@@ -98,7 +100,7 @@ class PrintedSize:
         return dict(steps=steps, batch_size=self.batch_size, **rate, **PRINTED_TRAINING)
 
 
-PRINTED_TRAINING: dict[str, Any] = dict(schedule="constant", betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=math.inf)
+PRINTED_TRAINING: dict[str, object] = dict(schedule="constant", betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=math.inf)
 """What is the same at every size (sec. 4.1, table 6); the paper mentions no clipping."""
 
 PRINTED_SIZES = {
