@@ -18,7 +18,7 @@ Otherwise (learned, sinusoidal or no positions, RoPE before the feature map) R d
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 from jaxtyping import Int
@@ -33,6 +33,7 @@ from kvlens.kv_bias import LAST_POSITION, Fingerprint, KVBias, Layer, State
 from kvlens.kv_bias.fields import COUNTS
 from kvlens.kv_bias.fit import since
 from kvlens.model import HookedKVTransformer
+from kvlens.model.protocol import KVModel
 from kvlens.model.streaming import has_hooks, segments, wants_gradients
 from kvlens.ops.linear_attention import LinearAttentionState, carry_state
 
@@ -78,7 +79,7 @@ def _layer(attn: KVAttention, left: LinearCacheEntry, n_positions: int | Tensor,
 
 
 @checked
-def carry_bias(model: HookedKVTransformer, bias: KVBias, n_tokens: int | Int[Tensor, " batch"]) -> KVBias:
+def carry_bias(model: KVModel, bias: KVBias, n_tokens: int | Int[Tensor, " batch"]) -> KVBias:
     """``bias`` after ``n_tokens`` tokens that wrote nothing: its contribution to the bias of a prompt that continues it.
 
         carried(b_KV) = gamma^M R_{-M} b_KV        carried(b_D) = b_D        (M tokens; ICLCA eq. 19 without the new terms)
@@ -108,7 +109,9 @@ def carry_bias(model: HookedKVTransformer, bias: KVBias, n_tokens: int | Int[Ten
     bias.fingerprint.check(model.fingerprint(), "carry_bias")
     counts = {name: getattr(bias, name) + n_tokens for name in COUNTS}
     if bias.kind is None:
-        parts = [_carried(block.attn, part, n_tokens) for block, part in zip(model.blocks, bias.attention, strict=True)]
+        parts = [
+            _carried(block.attn, part, n_tokens) for block, part in zip(cast(Any, model).blocks, bias.attention, strict=True)
+        ]
         counts |= {"position_offset": 0} if model.cfg.rotates_after else {}
         return replace(bias.with_attention(parts), record=None, **counts)
     moved = moved_away(bias, n_tokens) if bias.kind == "virtual_keys" else bias
