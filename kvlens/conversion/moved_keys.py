@@ -70,13 +70,13 @@ def fitted_layer(
         used = layer.weights[at] > 0
         n_keys = keys.keys.shape[2] if keys.real is None else int(keys.real.sum())
         if 0 < int(used.sum()) < n_keys:
-            found = fitted(Wanted.of(own, keys), Placed(*(x[at][used] for x in layer)), root_metric[at], steps, seed)
+            found = fitted_head(Wanted.of(own, keys), Placed(*(x[at][used] for x in layer)), root_metric[at], steps, seed)
             for every, some in zip(new, found, strict=True):
                 every[at][used] = some.to(every)
     return new
 
 
-def fitted(wanted: Wanted, own: Placed, root_metric: Float[Tensor, "d_head d_head"], steps: int, seed: int) -> Placed:
+def fitted_head(wanted: Wanted, own: Placed, root_metric: Float[Tensor, "d_head d_head"], steps: int, seed: int) -> Placed:
     """One head's keys with weights and values in closed form, then moved where their weight is not 0."""
     weights = fit_weights(wanted, own.keys, own.distance).to(own.weights)
     start = own._replace(weights=weights, values=weights[:, None] * own.values).with_best_values(wanted)
@@ -113,7 +113,7 @@ def descended(
     """The keys after the steps of Adam, whether or not they are better. Each reads one part of the queries."""
     n_read, before = len(read.p), mean_square(read, start, root)
     size = math.ceil(n_read / math.ceil(n_read / QUERIES_PER_STEP))
-    parts = [Rows.of(read.part(slice(i, i + size)), start.distance, root) for i in range(0, n_read, size)]
+    parts = [StepRows.of(read.part(slice(i, i + size)), start.distance, root) for i in range(0, n_read, size)]
     first = start.keys, start.weights.log()[:, None], start.values / start.weights[:, None]
     widths = [x.shape[1] for x in first]
     x = torch.cat(first, dim=1)
@@ -139,7 +139,7 @@ def _size(x: Tensor) -> Float[Tensor, ""]:
     return x.square().mean().sqrt()
 
 
-class Rows(NamedTuple):
+class StepRows(NamedTuple):
     """What one step reads, a row for each query and head; outputs are times R.
 
     Attributes:
@@ -157,7 +157,7 @@ class Rows(NamedTuple):
     rest: Float[Tensor, " row"]
 
     @classmethod
-    def of(cls, read: Wanted, distance: Int[Tensor, " r"], root: Float[Tensor, "d_head d_head"]) -> "Rows":
+    def of(cls, read: Wanted, distance: Int[Tensor, " r"], root: Float[Tensor, "d_head d_head"]) -> "StepRows":
         queries, rule = read.queries, read.rule
         q, z, log_n = (x[0].flatten(0, 1) for x in (queries.q, queries.z, queries.log_n))
         added, p = -log_n[:, None], read.p.flatten()
@@ -169,7 +169,7 @@ class Rows(NamedTuple):
 
 
 def slopes(
-    rows: Rows,
+    rows: StepRows,
     keys: Float[Tensor, "r d_key"],
     log_weights: Float[Tensor, " r"],
     values: Float[Tensor, "r d_head"],

@@ -227,9 +227,10 @@ def test_centering_the_unembedding_changes_no_prediction_and_so_no_logit_of_a_ta
 def test_an_answer_is_words_law(name):
     """What is measured of several tokens is what is measured of each behind those before, added up, less the rival's."""
     model = tiny_text_model(dtype=torch.float64, gain=3)
+    few = dict(points=["bias", "z_bias"]) if name == "activation_patching" else {}  # of both kinds, batched and by hooks
 
     def measured(text, **target):
-        frame = CALLS[name](model, PROMPT, text, OTHER, **target)
+        frame = CALLS[name](model, PROMPT, text, OTHER, **target, **few)
         return frame[[column for column in (*LOGITS, "clean_metric", "corrupted_metric") if column in frame]].to_numpy()
 
     text = one_sequence(model, "text", TEXT)

@@ -9,7 +9,7 @@ from ops_cases import normal
 
 from kvlens.conversion import moved_keys
 from kvlens.conversion.few_keys import own_keys
-from kvlens.conversion.moved_keys import Placed, descended, fitted, fitted_layer, mean_square, moved
+from kvlens.conversion.moved_keys import Placed, descended, fitted_head, fitted_layer, mean_square, moved
 from kvlens.ops import landmarks, pursuit
 from kvlens.ops.landmarks import (
     Products,
@@ -286,7 +286,7 @@ def test_heads_are_fitted_by_themselves_and_one_with_every_key_or_none_keeps_the
         used, at = own.weights.flatten(0, 1)[cell] > 0, divmod(cell, KV)
         if 0 < int(used.sum()) < KEYS:
             start = Placed(*(x[at][used] for x in own))
-            alone = fitted(Wanted.of(each, keys), start, roots()[at], steps=20, seed=0)
+            alone = fitted_head(Wanted.of(each, keys), start, roots()[at], steps=20, seed=0)
             assert all(torch.equal(x[at][used], y) for x, y in zip(layer, alone, strict=True))
 
 

@@ -612,7 +612,7 @@ def patched(model, row, answer):
 def test_an_edge_between_heads_is_path_patching_at_the_tokens_of_the_prompt_and_at_all(name):
     """Of answer and rival, of several tokens each, which the model reads one behind the other."""
     model = sharp(name, **WITH_TEXT[name])
-    edges = circuit(model, PROMPT, REPLACED, text=TEXT, **WORDS, method="eap", confirm=80).edges
+    edges = circuit(model, PROMPT, REPLACED, text=TEXT, **WORDS, method="eap", confirm=50).edges
     confirmed = edges.query("writer_head >= 0 and reader_head >= 0 and metric_fall.notna()")
     rows = pd.concat([of.head(2) for _, of in confirmed.groupby("input")])
     assert set(rows["input"]) == {"q", "k", "v"} and rows["metric_fall"].abs().max() > 0.01
