@@ -135,6 +135,8 @@ def run_batch(
         KVLensError: unknown names, an input without prompts, a model that cannot be loaded or lacks what the analysis needs,
             an output that exists, an earlier run of other settings, a full disk.
     """
+    if overwrite and retry_failed:
+        raise KVLensError("overwrite computes everything again, retry_failed only what failed: give one of them")
     analysis, out = check_work(work), path_of("out", out)
     if analysis.inputs and source.prompts is None:
         raise KVLensError(f"prompts: {analysis.name} needs them: a JSONL file, a text file or a folder")

@@ -187,6 +187,8 @@ def fields_of_cache(model: Any, cache: Any, positions: object, n_tokens: int | N
     held = _checked_layers(cache, f)
     n = _n_tokens(model, held, positions, n_tokens)
     several = positions if isinstance(positions, Sequence) else [positions] * len(held)
+    if len(several) != len(held):
+        raise KVLensError(f"from_cache: expected positions of the {len(held)} layers, got those of {len(several)}")
     parts = [_part(number, layer, of_layer, n) for number, (layer, of_layer) in enumerate(zip(held, several, strict=True))]
     is_whole = positions is None and not any(isinstance(layer, BiasLayer) for layer in held)
     device = held[0].keys.device

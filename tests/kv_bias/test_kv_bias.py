@@ -129,7 +129,7 @@ def test_a_file_keeps_the_record_of_a_linear_bias_too(tmp_path):
 
 
 def test_a_name_of_no_tensor_is_refused_with_those_there_are():
-    with pytest.raises(KVLensError, match=r"no 'keys'; it has b_kv, b_d, last_k, last_v, last_q"):
+    with pytest.raises(KVLensError, match=r"is called 'keys'; there are b_kv, b_d, last_k, last_v, last_q"):
         converted("rope after").stacked("keys")
 
 

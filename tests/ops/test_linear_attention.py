@@ -453,8 +453,6 @@ def test_rows_have_their_own_number_of_tokens():
         assert torch.allclose(got.kv[i : i + 1], one.kv, rtol=0, atol=1e-15)
 
 
-def test_nothing_before_leaves_what_was_written_and_nothing_at_all_is_refused():
+def test_nothing_before_leaves_what_was_written():
     written = drawn_state(1)
     assert torch.equal(carry_state(None, 5, written, DECAY).kv, written.kv)  # it has decayed already
-    with pytest.raises(ValueError, match="before the tokens, what they wrote, or both"):
-        carry_state(None, 5)

@@ -26,6 +26,7 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
+from kvlens.errors import check_known
 from kvlens.papers.dual.regression_layer import Variant, draw_layer, draw_tasks, train_layer
 from kvlens.papers.harness.learned import LATE, Goal, kept_table, lead, mean_and_spread
 from kvlens.papers.harness.plots import draw_panels
@@ -152,6 +153,8 @@ def claimed(task: str) -> list[str]:
 def dual_variants(settings: Settings, tell: Tell) -> Reproduction:
     """Train every variant on every task, at its best learning rate."""
     seeds, courses = settings["seeds"], []
+    for name in ("steps", "models"):
+        check_known(f"dual-variants: {name} has no task, as in d_x, that", settings["d_x"], settings[name])
     for task in settings["d_x"]:
         for label in settings["models"][task]:
             setting, rate = best_setting(label, task, settings)
