@@ -11,9 +11,9 @@ import html
 import json
 import os
 import re
-import resource
 import shutil
 import subprocess
+import time
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -555,23 +555,22 @@ def test_the_slider_of_a_circuit_shows_its_sizes_and_a_node_what_it_reads_and_wr
 
 
 def test_a_thousand_edges_are_drawn_in_less_than_a_second(tmp_path):
-    """By the browser's processor time, with style and layout, of 20 drawings more; the clock of a page stands still here."""
+    """With style and layout, by the clock outside of the page, of 50 drawings more: that of a page stands still here."""
     piece = circuit_view(a_circuit(), [50, 60], n_reasons=0)
     data = data_of(piece)
     edges = (data["edges"] * 100)[:1000]
     page = piece.to_html().replace(data_script(data), data_script({**data, "edges": [[*edge[:-1], 0] for edge in edges]}))
     times = []
-    for n in (1, 21):
+    for n in (1, 51):
         script = f"""{CIRCUIT}
             for (let i = 0; i < {n}; i++) {{ slide(i % 2); figure.querySelector("svg.graph").getBoundingClientRect(); }}
             found.push(figure.querySelectorAll("path.edge").length);
             done();
         """
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        began = time.perf_counter()
         assert found_in(visit(page, tmp_path, script=script).dom) == [1000]
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert (times[1] - times[0]) / 20 < 1
+        times.append(time.perf_counter() - began)
+    assert 0 < (times[1] - times[0]) / 50 < 1
 
 
 @pytest.mark.parametrize("roles", [None, {HOSTILE[0]: [1, 2], HOSTILE[12]: [-1]}])
