@@ -40,7 +40,7 @@ from torch import Tensor
 
 from kvlens import KVBias, KVModel, carry_bias, combine, convert_prompt
 from kvlens.checks import checked
-from kvlens.model import ReadsPrompts
+from kvlens.model import ReadsPrompts, attention_parts
 
 from ..declaration import Columns, analysis, tokens_field
 from ..registry import on_its_front_ends
@@ -157,7 +157,7 @@ def _reads(
     and the logarithm of a factor of both, whose product may overflow."""
     bias = bias.per_query_head().to("cpu").to(torch.float64)
     layers = []
-    rules = [part.score_rule() for layer in model.layers() for part in layer.parts if hasattr(part, "score_rule")]
+    rules = [part.score_rule() for part in attention_parts(model)]
     for q, rule, keys in zip(queries, rules, bias.attention, strict=True):
         q = q[None]
         phi = keys.features.read(q, rule, torch.arange(q.shape[1])[None], keys.log_scale, keys.b_kv, keys.b_d)

@@ -49,11 +49,11 @@ from kvlens.conversion.prompt import (
     only_row,
     prompt_batch,
 )
-from kvlens.conversion.prompt_pass import as_batch, attention_parts, continued, convert_exactly
+from kvlens.conversion.prompt_pass import as_batch, continued, convert_exactly
 from kvlens.errors import KVLensError, check_known, nearest, nearest_name, warn
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.kv_bias.fit import Recall, of_sum
-from kvlens.model import HookedKVTransformer
+from kvlens.model import HookedKVTransformer, attention_parts
 from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.protocol import KVModel, ReadsPrompts
 from kvlens.terminal import progress_bar

@@ -27,9 +27,10 @@ from kvlens.checks import Within, checked
 from kvlens.conversion.gradients import POLISHING, TAKING_GRADIENTS, Objective, logit_metrics, polish
 from kvlens.conversion.method import MEASURING, READING, SAMPLING, Approximation, Teacher
 from kvlens.conversion.moved_keys import fitted_layer
-from kvlens.conversion.prompt_pass import ConvertedExactly, attention_parts, continued
+from kvlens.conversion.prompt_pass import ConvertedExactly, continued
 from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import KVBias, VirtualKeys
+from kvlens.model import attention_parts
 from kvlens.ops.key_scores import MatchedBy, match_among, match_mass, match_output
 from kvlens.ops.landmarks import LayerKeys, PromptKeys, Queries
 from kvlens.ops.pursuit import Chosen, budgets_by_gain, choose_among, layers_at_once, lazy_paths

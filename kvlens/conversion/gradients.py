@@ -22,9 +22,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens.conversion.method import Teacher
-from kvlens.conversion.prompt_pass import attention_parts, continued, rows_at_once, rows_of
+from kvlens.conversion.prompt_pass import continued, rows_at_once, rows_of
 from kvlens.conversion.prompt_texts import Texts
 from kvlens.kv_bias import KVBias
+from kvlens.model import attention_parts
 from kvlens.model.protocol import ReadsPrompts
 from kvlens.ops.landmarks import Queries
 

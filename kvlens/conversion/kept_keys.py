@@ -17,11 +17,10 @@ from kvlens.arguments import MOST_ASKED
 from kvlens.checks import Within, checked
 from kvlens.conversion.few_keys import FewKeys, assembled, with_own_values
 from kvlens.conversion.method import Teacher, needs_plain_scores
-from kvlens.conversion.prompt_pass import attention_parts
 from kvlens.conversion.reference_queries import room_after
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
-from kvlens.model import HookedKVTransformer
+from kvlens.model import HookedKVTransformer, attention_parts
 from kvlens.model.protocol import ReadsPrompts
 from kvlens.ops.key_scores import attention_received, expected_log_attention
 from kvlens.ops.landmarks import Queries, blocks_of, key_shares

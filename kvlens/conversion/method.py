@@ -78,11 +78,12 @@ import torch
 
 from kvlens.conversion.measured import answer_errors, without_prompt
 from kvlens.conversion.prompt import PromptBatch
-from kvlens.conversion.prompt_pass import ConvertedExactly, attention_parts, continued
+from kvlens.conversion.prompt_pass import ConvertedExactly, continued
 from kvlens.conversion.prompt_texts import Texts
 from kvlens.conversion.reference_queries import TextOptions, queries_under_bias, reference_text
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import AnswerErrors, BiasFit, KVBias
+from kvlens.model import attention_parts
 from kvlens.model.protocol import ReadsPrompts
 from kvlens.ops.landmarks import Errors, PromptKeys, Queries, joined_queries, output_errors
 

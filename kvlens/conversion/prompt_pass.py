@@ -16,6 +16,7 @@ from kvlens.errors import KVLensError
 from kvlens.kv_bias import Features, Fingerprint, Keys, KVBias, VirtualKeys
 from kvlens.kv_bias.exact import exact_bias
 from kvlens.memory import NUMBERS_AT_ONCE, by_device
+from kvlens.model import attention_parts
 from kvlens.model.protocol import KVModel, PromptBatch, ReadsPrompts
 from kvlens.ops.landmarks import PromptKeys
 
@@ -60,11 +61,6 @@ def convert_exactly(
     residual = reading.residual[torch.arange(len(tokens), device=device), last.amax(dim=1).to(device)][:, None]
     bias = exact_bias(reading, prompt, old, fingerprint)
     return ConvertedExactly(bias, prompt.mask, residual, as_read(old, read) if old and read else old, reading.queries)
-
-
-def attention_parts(model: ReadsPrompts) -> list[Any]:
-    """What scores keys in each layer with softmax attention: its ``score_rule()``, ``sinks`` and ``output_weights()``."""
-    return [part for layer in model.layers() for part in layer.parts if hasattr(part, "score_rule")]
 
 
 def rows_at_once(model: KVModel, bias: KVBias, n_pos: int, most: int) -> int:

@@ -18,7 +18,7 @@ from transformer_lens.utilities import get_device_for_block_index
 
 from kvlens.checks import checked
 from kvlens.errors import KVLensError
-from kvlens.model import Augmented, HeadsRead, HookedKVTransformer, KVModel, heads_per_layer, visit_heads
+from kvlens.model import Augmented, HeadsRead, HookedKVTransformer, KVModel, attention_parts, heads_per_layer, visit_heads
 from kvlens.model.protocol import PromptBatch
 from kvlens.ops.softmax_features import ScoreRule
 
@@ -150,8 +150,8 @@ def check_attention(model: KVModel, pos: int) -> None:
     cfg, hooked = model.cfg, isinstance(model, HookedKVTransformer)
     rotary = cfg.positional_embedding_type == "rotary"
     variant, bias = cfg.attention_variant, model.attached_kv_bias
-    parts = [part for layer in model.layers() for part in layer.parts] if cfg.attention == "softmax" else []
-    rules: list[ScoreRule] = [part.score_rule() for part in parts if hasattr(part, "score_rule")]
+    parts = attention_parts(model) if cfg.attention == "softmax" else []
+    rules: list[ScoreRule] = [part.score_rule() for part in parts]
     window = min((rule.window for rule in rules if rule.window is not None), default=pos)
     changes_step = variant is not None and any(x is not None for x in (variant.regularised, variant.negative, variant.ridge))
     refused = [

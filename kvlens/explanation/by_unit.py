@@ -116,8 +116,9 @@ class UnitSearch:
             lost |= dict.fromkeys(may)
             if len(self.everything) == 1:
                 continue
-            if self.everything.difference(may) and may and number == self.explaining.expected:
-                self.runs.without([self.everything.difference(may)])
+            others = self.everything.difference(may)
+            if may and others and number == self.explaining.expected:
+                self.runs.without([others])
             elif not may and self._may_lose(number, {0: nothing}):
                 self._follow_sets(number)
         self.runs.without([[unit] for unit in lost], "closed")

@@ -18,6 +18,7 @@ from typing import Any
 import xxhash
 
 from kvlens.errors import KVLensError, brief
+from kvlens.files.atomic import reason
 
 CONFIG, WEIGHTS, LIST, CARD = "config.json", "model.safetensors", "beside", "MODEL_CARD.md"
 
@@ -28,7 +29,7 @@ def reading_file(what: str, path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise KVLensError(f"{what}: cannot read {path}: {error.strerror or error}") from error
+        raise KVLensError(f"{what}: cannot read {path}: {reason(error)}") from error
 
 
 def check_regular(what: str, path: Path) -> None:

@@ -24,6 +24,7 @@ Face model; a folder in the format of Baichuan-M1-14B, the public model with KV 
 from kvlens.model.activations import (
     HeadsRead,
     StreamReading,
+    attention_parts,
     direct_path,
     head_hooks,
     head_matrices,
@@ -63,6 +64,7 @@ __all__ = [
     "Regularised",
     "Ridge",
     "StreamReading",
+    "attention_parts",
     "direct_path",
     "head_hooks",
     "head_matrices",

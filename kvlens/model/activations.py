@@ -80,6 +80,11 @@ def heads_per_layer(model: KVModel) -> list[int]:
     return [sum(part.n_heads for part in layer.parts) for layer in model.layers()]
 
 
+def attention_parts(model: KVModel) -> list[Any]:
+    """What scores keys in each layer with softmax attention: its ``score_rule()``, ``sinks`` and ``output_weights()``."""
+    return [part for layer in model.layers() for part in layer.parts if hasattr(part, "score_rule")]
+
+
 def recurrent_layers(model: KVModel) -> tuple[int, ...]:
     """The layers that keep a state (:class:`kvlens.kv_bias.State`), in Falcon-H1 next to keys."""
     return tuple(part.layer for layer in model.layers() for part in layer.parts if part.keeps_state)

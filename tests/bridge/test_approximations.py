@@ -22,7 +22,7 @@ from kvlens.conversion import (
 )
 from kvlens.conversion.gradients import effects_on_logits
 from kvlens.conversion.prompt import PromptBatch
-from kvlens.conversion.prompt_pass import attention_parts
+from kvlens.model import attention_parts
 from kvlens.ops.softmax_features import virtual_key_scores
 
 PROMPT, TEXT = some_tokens(20), some_tokens(3, 10, seed=1)
