@@ -17,7 +17,7 @@ from kvlens.explanation.citations import (
     marked_runs,
 )
 from kvlens.explanation.claims import GONE, NEAR_TIES, PARTLY, SAID, SAME
-from kvlens.explanation.presentation import SEPARATOR, listed, some_named, unit_named
+from kvlens.explanation.presentation import LONGEST_UNIT, SEPARATOR, listed, quoted, some_named, unit_named
 from kvlens.viz._text import html_text
 
 FULL_SHADE = 8.0
@@ -75,8 +75,8 @@ def _one_enough(found: Any, claims: pd.DataFrame) -> tuple[str, tuple[int, ...]]
     units = sorted(set(claims["unit"]))
     each = found.statements.query("about == 'units' and role == 'each' and gap == 'kept'")
     alone = each[each["claim"].isin(claims["claim"]) & each["parts"].isin([*map(str, units)])]
-    text = f"Without these together, {_lost_in_words(found, claims.drop_duplicates('claim'))}"
-    rows = _breaking(found, claims, {SEPARATOR.join(map(str, units))})
+    lost, rows = _without_these(found, claims.drop_duplicates("claim"), SEPARATOR.join(map(str, units)), "these together")
+    text = lost.removesuffix(".")
     differs = ~alone["verdict"].isin([SAME, NEAR_TIES]) if found.is_whole else alone["verdict"].isin(GONE)
     if len(alone) < len(claims) or differs.any():
         return f"{text}.", rows
@@ -84,8 +84,11 @@ def _one_enough(found: Any, claims: pd.DataFrame) -> tuple[str, tuple[int, ...]]
 
 
 def _without_these(found: Any, claims: pd.DataFrame, parts: str, them: str) -> tuple[str, tuple[int, ...]]:
-    """Which claims are lost without units, and the statements that say so."""
-    return f"Without {them}, {_lost_in_words(found, claims)}.", _breaking(found, claims, {parts})
+    """What the model says without units, which claims are lost, and the statements that say so."""
+    rows = _breaking(found, claims, {parts})
+    runs = found.statements.loc[list(rows)].query("gap == 'kept'")["says"].dropna()
+    said = f"the model says {quoted(runs.iloc[0], LONGEST_UNIT)}: " if len(runs) else ""
+    return f"Without {them}, {said}{_lost_in_words(found, claims)}.", rows
 
 
 def _breaking(found: Any, claims: pd.DataFrame, sets: Collection[str]) -> tuple[int, ...]:

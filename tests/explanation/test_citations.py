@@ -91,15 +91,22 @@ def test_marks_stand_in_text_terminal_json_and_page_linked_both_ways(model, foun
     assert links == ids - not_in_a_mark
 
 
+def says(found):
+    """What is said without the cause, the gap kept, as sentences quote it."""
+    (run,) = found.rows("units", "breaking").query("gap == 'kept'").itertuples()
+    return f'"{run.says}"'
+
+
 def test_what_stands_for_two_together_and_for_one(model):
     one, two = (kvlens.explain(model, STORIES[name], QUESTION, depth="units") for name in ("one", "two together"))
     assert one.marked == "donkey [1]." and two.marked == "donkey [1+2]."
     assert [str(line) for line in sources_in_words(two)] == [
         '[1] sentence 1 ("Kaya feeds a donkey.")',
         '[2] sentence 3 ("At night Kaya feeds a donkey.")',
-        "[1+2] Without these together, 'donkey' is lost, but not without one of them alone.",
+        f"[1+2] Without these together, the model says {says(two)}: 'donkey' is lost, but not without one of them alone.",
     ]
-    assert str(sources_in_words(one)[0]).endswith("(\"At night Kaya feeds a donkey.\"). Without it, 'donkey' is lost.")
+    alone = f"(\"At night Kaya feeds a donkey.\"). Without it, the model says {says(one)}: 'donkey' is lost."
+    assert str(sources_in_words(one)[0]).endswith(alone) and says(one) == '"goat."'
 
 
 def test_two_facts_that_are_both_needed_are_said_to_be_and_kept_alone_together():
@@ -118,16 +125,16 @@ def test_two_facts_that_are_both_needed_are_said_to_be_and_kept_alone_together()
 
 
 @pytest.mark.parametrize(
-    ("is_whole", "verdicts", "alone", "all_needed", "one_enough"),
+    ("is_whole", "verdicts", "alone", "all_needed", "one_enough", "says"),
     [
-        (False, ("lost", "lost"), "other words", "'x' is lost", ", but not without one of them alone"),
-        (False, ("lost", "partly"), "lost", "'x' is lost in part", ""),
-        (True, ("lost", "lost"), "other words", "another answer is given", ""),
+        (False, ("lost", "lost"), "other words", "'x' is lost", ", but not without one of them alone", True),
+        (False, ("lost", "partly"), "lost", "'x' is lost in part", "", True),
+        (True, ("lost", "lost"), "other words", "another answer is given", "", False),
         (True, ("partly", "lost"), "same words", "another answer is given, with some of its words",
-         ", but not without one of them alone"),
+         ", but not without one of them alone", True),
     ],
 )  # fmt: skip
-def test_lines_on_several_sources_say_what_the_runs_say(is_whole, verdicts, alone, all_needed, one_enough):
+def test_lines_on_several_sources_say_what_the_runs_say(is_whole, verdicts, alone, all_needed, one_enough, says):
     claims = pd.DataFrame({"claim": 0, "unit": [0, 1], "text": "x", "verdict": verdicts})
     rows = [
         ("breaking", "0", "lost"),
@@ -137,10 +144,12 @@ def test_lines_on_several_sources_say_what_the_runs_say(is_whole, verdicts, alon
         ("each", "1", alone),
     ]
     statements = pd.DataFrame(rows, columns=["role", "parts", "verdict"]).assign(claim=0, about="units", gap="kept")
+    statements = statements.assign(says="A y." if says else None)
     found = SimpleNamespace(is_whole=is_whole, statements=statements)
     assert _all_needed(found, claims) == (f"Both are needed: without one of these, {all_needed}.", (0, 1))
     text, lines = _one_enough(found, claims.assign(verdict=verdicts[0]))
     lost = all_needed if is_whole else "'x' is lost"
+    lost = f'the model says "A y.": {lost}' if says else lost  # a text that was not generated is not quoted
     assert (text, lines) == (f"Without these together, {lost}{one_enough}.", (2, 3, 4) if one_enough else (2,))
 
 
