@@ -9,7 +9,8 @@ counted, and the first ``--wrong`` of them are explained, too, for reading. Of t
 run again by plain Transformers (``tests/real/plain_transformers.py``): those that are printed, those that a mark of the answer
 rests on, and ``--again`` others. A run is
 resumed where it stopped: one JSON line a question. ``--heads N`` chooses what heads the explanations of N right answers,
-about the answering passage alone, by several rules, and explains none. ``--cases FILE`` explains stored chats instead, such as
+about the answering passage alone, by several rules, and explains none. ``--dtypes N`` explains N right answers, cut into
+sentences, in float32 and in bfloat16, and compares their causes. ``--cases FILE`` explains stored chats instead, such as
 those of ``explanation_cases.jsonl``; what each explanation says is in the file of ``--out``, to be read. Printed: cases tried
 and right; the share of right answers of which a cause contains the short answer's sentence; causes beside it for each question;
 statements run again and false ones; seconds; layers that lose the claim alone.
@@ -41,6 +42,7 @@ from plain_transformers import Plain, again, citations_again
 
 import kvlens
 from kvlens.explanation import paragraphs
+from kvlens.explanation.explained import Explained
 from kvlens.explanation.heading import answering, asked_for, candidates_of
 from kvlens.explanation.reading import wilson
 from kvlens.explanation.runs import ENDS, MORE_TOKENS, responses, stop_tokens
@@ -248,6 +250,58 @@ def on_heads(model: Any, rows: list[dict[str, Any]], out: Path, n: int) -> str:
     return f"{len(done)} tried, {sum(case['right'] for case in done)} right\n{head_rates(cases)}"
 
 
+def causes_of(found: Explained) -> list[dict[str, Any]]:
+    """Of each claim, the sets of sentences without which it is not said, what it is called, and where it falls by what."""
+    each = found.rows("units", "breaking").query("gap == 'kept'").groupby("claim")["parts"].agg(list).to_dict()
+    cited = found.citations.groupby("claim")["account"].agg(list).to_dict()
+    return [
+        {"text": row.text, "causes": sorted(each.get(row.claim, [])), "nats": row.nats, "cited": cited.get(row.claim, [])}
+        for row in found.claims.itertuples()
+    ]
+
+
+def on_dtypes(name: str, rows: list[dict[str, Any]], out: Path, n: int, first: int) -> str:
+    """Explain the same answers in both dtypes, until there are so many; what is there already is kept."""
+    done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    models = {str(dtype): kvlens.load(name, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
+    exact = models["torch.float32"]
+    order = (i for i in range(first, len(rows)) if i not in {case["i"] for case in done})
+    asked = ((i, documents) for i in order if (documents := case_of(rows, i, 0)) is not None)
+    for i, chat, answer in answers(exact, rows, asked):
+        if sum(case["right"] for case in done) >= n:
+            break
+        case: dict[str, Any] = {"i": i, "right": has_answer(answer, rows[i]["answers"])}
+        if case["right"]:
+            given = torch.tensor(responses(exact, [chat.tokens(exact)], MOST_TOKENS)[0])
+            for dtype, model in models.items():
+                worked = time.process_time()
+                case[dtype] = causes_of(kvlens.explain(model, chat, answer=given, depth="units"))
+                case[f"seconds {dtype}"] = time.process_time() - worked
+            said = responses(models["torch.bfloat16"], [chat.tokens(exact)], MOST_TOKENS)[0]
+            case["same answer"] = list(said) == given.tolist()
+        done.append(case)
+        with out.open("a") as out_file:
+            out_file.write(json.dumps(case) + "\n")
+    right = [case for case in done if case["right"]]
+    pairs = [(case["torch.float32"], case["torch.bfloat16"]) for case in right]
+    claims = [(a, b) for first, second in pairs for a in first for b in second if a["text"] == b["text"]]
+    n_same = sum(case["same answer"] for case in right)
+    lines = [
+        f"{len(done)} tried, {len(right)} right; bfloat16 says the same answer in {n_same}",
+        f"claims: {sum(len(a) for a, _ in pairs)}, {sum(len(b) for _, b in pairs)} in bfloat16; in both: {len(claims)}",
+        f"of these with the same causes: {sum(a['causes'] == b['causes'] for a, b in claims)}; "
+        f"with the same accounts: {sum(a['cited'] == b['cited'] for a, b in claims)}",
+        f"explanations with the same claims and causes: {sum(a == b for a, b in map(_bare, pairs))}",
+        f"largest difference of a claim's fall: {max(abs(a['nats'] - b['nats']) for a, b in claims):.2f} nats",
+        *(f"seconds {dtype}: {statistics.median(case[f'seconds {dtype}'] for case in right):.0f}" for dtype in models),
+    ]
+    return "\n".join(lines)
+
+
+def _bare(pair: tuple[list[dict[str, Any]], ...]) -> list[list[tuple[str, list[str]]]]:
+    return [[(claim["text"], claim["causes"]) for claim in claims] for claims in pair]
+
+
 def chat_of(case: dict[str, Any]) -> kvlens.Chat:
     """The chat of a stored case: messages, or a question about documents."""
     if "messages" in case:
@@ -324,6 +378,7 @@ def main(words: list[str]) -> None:
     say.add_argument("--out", type=Path)
     say.add_argument("--stories", type=int, help="explain so many answers of a model that ships, instead")
     say.add_argument("--heads", type=int, help="choose the heads of so many right answers, instead")
+    say.add_argument("--dtypes", type=int, help="explain so many right answers in two dtypes, instead")
     say.add_argument("--cases", type=Path, help="explain the chats of a file instead")
     say.add_argument("--right", type=int, default=60)
     say.add_argument("--wrong", type=int, default=10)
@@ -346,6 +401,9 @@ def main(words: list[str]) -> None:
         rows = [json.loads(line) for line in data]
     if args.heads:
         print(on_heads(kvlens.load(args.model, device=args.device), rows, args.out, args.heads))
+        return
+    if args.dtypes:
+        print(on_dtypes(args.model, rows, args.out, args.dtypes, args.first))
         return
     lines = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
     cases, done = [line for line in lines if "causes" in line], {line["i"] for line in lines}
