@@ -13,6 +13,7 @@ if os.environ.get("KVLENS_TEST_GPU") != "1":
 import socket
 import tempfile
 import threading
+from collections import Counter
 from pathlib import Path
 
 os.environ.setdefault("HF_ASSETS_CACHE", str(Path(tempfile.gettempdir()) / "kvlens-tests"))  # of kept corpora, not the user's
@@ -38,6 +39,18 @@ def pytest_configure(config: pytest.Config) -> None:
     """The processes of a run get their tests by and by: in large parts one of them would get all the slow ones."""
     if getattr(config.option, "maxschedchunk", "absent") is None:
         config.option.maxschedchunk = 20
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is marked ``one_in(n)`` every n-th case is run always, and the others are slow."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("one_in"):
+            test, *_ = item.nodeid.partition("[")
+            if (len(test) + seen[test]) % mark.args[0]:  # tests with the same cases begin at different ones
+                item.add_marker("slow")
+            seen[test] += 1
 
 
 @pytest.hookimpl(wrapper=True)

@@ -172,6 +172,7 @@ def grouped(attention):
     return tiny_text_model(attention=attention, n_heads=6, d_model=24, n_key_value_heads=2, kv_shift=None)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 @pytest.mark.parametrize("name", IN_A_BATCH)
 def test_a_record_of_a_batch_gives_the_table_of_the_function_with_a_row_for_every_head(name, attention):
@@ -202,6 +203,7 @@ def test_fields_that_a_record_lacks_are_named():
 LOGITS = ["logit", "logit_change", "metric", "logit_attribution", "ablation_logit_change"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("target", [{}, dict(answer=3), TARGET], ids=["the next tokens", "an answer", "against a rival"])
 @pytest.mark.parametrize("name", ["bias_decomposition", "bias_effects", "bias_positions, together", "activation_patching",
                                   "induction_verdicts", "layer_contributions"])  # fmt: skip

@@ -10,8 +10,11 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 from kvlens import KVTransformerBridge, convert_prompt
 from kvlens.model import head_hooks
 
-_DENSE = ["gemma", "phi", "olmo", "olmo3", "glm", "glm4", "granite", "starcoder2", "seed_oss", "mistral", "qwen2"]
-LIKE_THE_OTHERS = [*_DENSE, "mixtral", "olmoe", "qwen3_moe", "qwen3_next", "granite_hybrid"]
+_DENSE = [
+    *("gemma", "phi", "olmo", "olmo3", "glm", "glm4", "granite", "starcoder2", "seed_oss", "mistral", "qwen2"),
+    *("phi3", "smollm3", "gpt_neox", "qwen3"),
+]
+LIKE_THE_OTHERS = [*_DENSE, "mixtral", "olmoe", "qwen3_moe", "qwen3_next", "granite_hybrid", "bamba", "olmo_hybrid"]
 """Families whose layers the bridge computes as those of :data:`MODEL_TYPES`: held by the table of families and, among the slow
 tests, by exactness and the names of hooks."""
 _OTHERS = (*LIKE_THE_OTHERS, *PURELY_RECURRENT, *RWKV, "falcon_h1_direct")

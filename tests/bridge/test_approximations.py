@@ -63,6 +63,7 @@ def error(model, bias: KVBias) -> float:
             return float((model.logits_on(TEXT, TEXT.shape[1]) - whole).norm() / whole.norm())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("family", "method"),
     [*(("gpt2", method) for method in METHODS), *((family, method) for family in ("opt", "llama") for method in METHODS[::3])],

@@ -44,7 +44,10 @@ TOLERANCE = 1e-9
 FUNCTIONS = (prompt_attribution, attribution_by_head, attribution_by_position)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+ALWAYS = ("rope after", "gqa decay", "softmax, rotary, grouped")
+
+
+@pytest.fixture(scope="module", params=[*ALWAYS, *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS if n not in ALWAYS)])
 def model(request) -> HookedKVTransformer:
     return sharp(request.param)
 

@@ -176,6 +176,7 @@ def reads_the_note_by(input_: str, sigma: float | None):
     return model
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("input_", "where", "asked", "answer", "unit"),
     [("v", "prompt", KEY, CELLAR, OUTER), ("q", "text", KEY, CELLAR, INNER), ("k", "prompt", CELLAR, BOX, OUTER)],

@@ -68,6 +68,7 @@ def test_by_hand():
     pd.testing.assert_frame_equal(by_layer, expected.drop(columns="head"), rtol=1e-13)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_removing_heads_is_selecting_the_rest(name):
     model = sharp(name)
@@ -259,6 +260,7 @@ def hooks_of(model, references, baseline, row):
     return hooks
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "by"), [each for i, name in enumerate(LINEAR) for each in ((name, "head"), (name, ("layer", "model")[i % 2]))]
 )
@@ -317,6 +319,7 @@ def test_order_and_defaults():
         assert whole["part"].drop_duplicates().tolist() == parts and whole["method"].unique().tolist() == ["zero"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "references"), [(name, i % 3 != 1) for i, name in enumerate(MODELS)], ids=MODELS)
 def test_the_baseline_is_that_of_bias_by_head_with_and_without_references(name, references):
     model = sharp(name)

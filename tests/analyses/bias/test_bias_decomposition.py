@@ -81,6 +81,7 @@ def test_by_hand():
     pd.testing.assert_frame_equal(positions, expected, rtol=1e-13)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("continues", [False, True])
 @pytest.mark.parametrize("name", [*MODELS, "trained bias"])
 def test_positions_add_up_to_the_bias_and_all_parts_to_the_head(name, continues):
@@ -241,6 +242,7 @@ CASES = [  # view, places, length of a segment, whether the prompt continues a b
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", IN_SEGMENTS)
 def test_in_segments_equals_whole(name, monkeypatch):
     """The prompt's keys and values fit into memory, or it is run twice."""

@@ -115,6 +115,7 @@ def patched(name):
     return model, patching(model)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", LINEAR)
 def test_every_patch_against_the_slow_way(name):
     model, frame = patched(name)

@@ -156,6 +156,7 @@ def test_all_edges_are_the_clean_pass_and_none_the_corrupted_one(name):
     assert (whole - empty).abs().min() > 1e-3
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_circuit_is_the_models_own_pass_with_every_cut_edge_changed_by_a_hook(name):
     """Of each kind of input one edge cut alone, and half of all edges at random, whose writers change in the circuit; the
@@ -184,6 +185,7 @@ def test_a_circuit_is_the_models_own_pass_with_every_cut_edge_changed_by_a_hook(
     assert frame["metric_fall"][n:].isna().all() and min(map(abs, falls[-n:])) > 1e-3
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("method", "steps"), [("eap", 5), ("eap_ig", 3)])
 @pytest.mark.parametrize("name", MODELS)
 def test_estimates_are_gradients_at_each_input_times_the_writers_difference(name, method, steps):
@@ -608,6 +610,7 @@ def patched(model, row, answer):
         yield score(before) - score(after)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", WITH_TEXT)
 def test_an_edge_between_heads_is_path_patching_at_the_tokens_of_the_prompt_and_at_all(name):
     """Of answer and rival, of several tokens each, which the model reads one behind the other."""

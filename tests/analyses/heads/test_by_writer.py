@@ -188,12 +188,14 @@ def assert_adds_up(model, prompt, text, layer, head):
     assert hooked(model) == before_hooks
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("row", [*NAIVE, *OTHERS])
 def test_parts_add_up_to_scores_contrasts_and_outputs(row):
     slopes = {"alibi_slopes": (0.5, 0.25, 0.0, 1.0, 0.125, 2.0)} if row == "alibi, grouped" else {}  # as in the table of models
     assert_adds_up(shared(f"softmax, {row}", **slopes), PROMPT, TEXT, LAYER, HEAD)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_parts_add_up_on_the_bridge(family):
     with float64():
@@ -270,6 +272,7 @@ def test_an_exact_bias_gives_what_its_prompt_gives_but_for_the_writers_of_its_ke
     assert_same_under_bias(shared(f"softmax, {row}"), PROMPT, TEXT, LAYER, key=5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gptj", "gpt_oss", "deepseek_v3"])
 def test_an_exact_bias_on_the_bridge(family):
     with float64():
