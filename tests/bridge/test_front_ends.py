@@ -113,6 +113,7 @@ OF_A_HEAD["dual_bound"] = {"lfm2": "head 0 does not exist"}
 WITH_STATES = ["qwen3_5", "nemotron_h", "falcon_h1_direct", "mamba2", "rwkv6", "lfm2"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("family", "name"),
     [
