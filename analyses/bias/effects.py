@@ -226,8 +226,8 @@ def _prompts(methods: Sequence[str], references: KVBias | None) -> list[KVBias]:
 
 
 def _check_references(bias: KVBias, references: KVBias | None) -> None:
-    if references is None or references.batch_size is None:
-        came = "none" if references is None else "that of a single prompt"
+    if not isinstance(references, KVBias) or references.batch_size is None:
+        came = "that of a single prompt" if isinstance(references, KVBias) else repr(references)
         raise KVLensError(
             f"bias_effects: mean and resample replace this bias by those of other prompts: give references=, a batch of biases "
             f"(convert_prompt of a list of prompts), got {came}"

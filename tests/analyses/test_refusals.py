@@ -138,6 +138,7 @@ REFUSED = [
     # a bias of another model, of a batch or of another length, and one that is attached
     lambda: effects(methods=["mean"], references=convert_prompt(sharp(seed=4), PROMPT[None])),
     lambda: effects(methods=["mean"], references=bias()),
+    lambda: effects(methods=["mean"], references="other prompts"),
     lambda: effects(absolute, methods=["mean"], references=convert_prompt(absolute(), OTHER[None, :6])),
     lambda: effects(methods=["mean"]),
     lambda: removed([[]], lambda: bias(n_prompts=2)),
