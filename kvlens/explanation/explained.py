@@ -26,8 +26,8 @@ CLAIM_COLUMNS = Columns(
     p=("float64", "its probability with the whole prompt, what stands before it given"),
     asked=(
         "float64",
-        "by how many nats it is more probable as the whole response with the question than without; NaN where what heads the "
-        "page had not to be chosen (:mod:`~kvlens.explanation.heading`)",
+        "the mean log-probability of its tokens as the whole response, nats; NaN where what heads the page had not to be "
+        "chosen (:mod:`~kvlens.explanation.heading`)",
     ),
     cause=("str", "units by number, such as ``3`` or ``2+5``: the first set that loses it; empty where none was found"),
 )

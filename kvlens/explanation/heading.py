@@ -1,14 +1,11 @@
 """What heads an explanation: of the words that the response says, those that answer the question.
 
-Long claims fall by many nats, whatever was asked, and a response often repeats the question first, so that behind its words
-an answer falls by nothing when the question goes. Therefore each candidate is read as if it were the whole response: its
-log-probability right behind the prompt, minus that behind the prompt without the question. To this is added a `SHARE_OF_FALL`
-of the nats by which it falls without all units, of which no more than `MOST_FALL` count. The largest sum heads the
+Long claims fall by many nats, whatever was asked, and a response often repeats the question first. Therefore each candidate is
+read as if it were the whole response: that whose tokens have the largest mean log-probability right behind the prompt heads the
 explanation. Candidates are the claims and, since what answers the question may not depend on the prompt at all, other runs of
 content words with a name or a number, none of them the question's, that the model says without any unit, too.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,10 +13,6 @@ from torch import Tensor
 
 from kvlens.explanation.citations import needs_account
 from kvlens.explanation.claims import DEPENDS, SAID, Claim, claims_of, normal, places_of_words
-
-SHARE_OF_FALL, MOST_FALL = 0.3, 10.0
-"""SmolLM2, 13 right answers of Natural Questions with a claim that states the short answer: it heads 11 with any share from 0.1
-to 0.4, 10 without; 7 where the largest fall heads, and 6 where the first claim does."""
 
 
 def candidates_of(explaining: Any) -> list[Claim]:
@@ -44,22 +37,9 @@ def _is_sign_of_a_name(letter: str) -> bool:
 
 
 def asked_for(explaining: Any, candidates: list[Claim]) -> list[float]:
-    """By how many nats each candidate, as the whole response, is more probable with the question than without it."""
+    """The mean log-probability of each candidate's tokens, as the whole response, in nats."""
     texts = [_tokens(explaining, each) for each in candidates]
-    biases = explaining.runs.bias, explaining.runs.without_question
-    whole, other = (explaining.runs.replies(bias, texts) for bias in biases)
-    return [a - b for a, b in zip(whole, other, strict=True)]
-
-
-def answering(candidates: Sequence[Claim], asked: Sequence[float]) -> int:
-    """The number of the candidate that heads the explanation.
-
-    Args:
-        candidates: of :func:`candidates_of`.
-        asked: of :func:`asked_for`.
-    """
-    sums = [score + SHARE_OF_FALL * min(max(each.nats, 0.0), MOST_FALL) for each, score in zip(candidates, asked, strict=True)]
-    return max(range(len(sums)), key=sums.__getitem__)
+    return [log_p / len(text) for log_p, text in zip(explaining.runs.replies(texts), texts, strict=True)]
 
 
 def _tokens(explaining: Any, claim: Claim) -> Tensor:

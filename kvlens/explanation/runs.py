@@ -9,7 +9,6 @@ the cause leaves. Exchanging a set and keeping its complement are the same run.
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -253,19 +252,12 @@ class Runs:
         self.log_p = self._log_p(self.bias.repeat(1))[0]
         return self.log_p.gather(-1, response.tokens.cpu()[:, None])[:, 0]
 
-    @cached_property
-    def without_question(self) -> KVBias:
-        """The bias of the prompt without its question, the gap kept."""
-        rows = counterfactuals(self.model, self.prompt, self.asked[None]).after(self._n_before)
-        self.count(int(rows.kept.sum()))
-        return convert_prompt(self.model, rows, initial=self._before).select_prompt(0)
-
-    def replies(self, bias: KVBias, texts: Sequence[Int[Tensor, " _"]]) -> list[float]:
+    def replies(self, texts: Sequence[Int[Tensor, " _"]]) -> list[float]:
         """The log-probability of each text right behind the prompt."""
         n = max(map(len, texts))
         rows = torch.stack([torch.cat([self.last, text[:-1], text.new_zeros(n - len(text))]) for text in texts])
         self.count(sum(map(len, texts)))
-        with self.model.kv_bias(bias.repeat(len(texts))):
+        with self.model.kv_bias(self.bias.repeat(len(texts))):
             log_p = self.model.logits_on(rows, n).double().log_softmax(dim=-1)
         return [float(row[range(len(text)), text].sum()) for row, text in zip(log_p, texts, strict=True)]
 

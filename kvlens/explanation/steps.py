@@ -24,7 +24,7 @@ from kvlens.explanation.citations import DocumentSpan, documents_of
 from kvlens.explanation.claims import DEPENDS, GONE, SAID, Claim, Verdict, claim_of, claims_of, is_content, normal, verdict
 from kvlens.explanation.exchanges import MOST_LAYERS, QUESTION_PLACE, Place, exchange_layers, exchange_positions, places_of
 from kvlens.explanation.explained import STATEMENT_COLUMNS, Explained, found_by
-from kvlens.explanation.heading import answering, asked_for, candidates_of
+from kvlens.explanation.heading import asked_for, candidates_of
 from kvlens.explanation.presentation import SEPARATOR, answered, listed, quoted
 from kvlens.explanation.runs import MORE_TOKENS, PASS, ExplanationProgress, Outcome, Runs
 from kvlens.terminal import progress_bar
@@ -397,15 +397,15 @@ class Explaining:
         if self.wanted is not None:
             return next((i for i, claim in enumerate(self.claims) if self.wanted.casefold() in claim.text.casefold()), -1)
         if len(self.claims) > 1 and bool(self.runs.asked.any()):
-            self._ask(self.claims)
-            return answering(self.claims, [*self.asked.values()])
+            return self._answering(self.claims)
         return max(range(len(self.claims)), key=lambda i: self.claims[i].nats)
 
-    def _ask(self, claims: Sequence[Claim]) -> None:
-        """Score claims that have no score by what the question asks for."""
+    def _answering(self, claims: Sequence[Claim]) -> int:
+        """The number of that which answers the question; those that have no score yet are scored."""
         if new := [claim for claim in claims if claim[1:3] not in self.asked]:
             with self.runs.step("head"):
                 self.asked |= zip((claim[1:3] for claim in new), asked_for(self, new), strict=True)
+        return max(range(len(claims)), key=lambda i: self.asked[claims[i][1:3]])
 
     def _heading(self) -> int:
         """The number of the claim that heads the page: that of ``about``, or that which answers the question; it may be new."""
@@ -414,8 +414,7 @@ class Explaining:
         candidates = [] if self.is_whole or not bool(self.runs.asked.any()) else candidates_of(self)
         if len(candidates) < 2:
             return self.expected
-        self._ask(candidates)
-        best = answering(candidates, [self.asked[each[1:3]] for each in candidates])
+        best = self._answering(candidates)
         return best if best < len(self.claims) else self._with_claim(candidates[best])
 
     def _with_claim(self, claim: Claim) -> int:

@@ -43,7 +43,7 @@ from plain_transformers import Plain, again, citations_again
 import kvlens
 from kvlens.explanation import paragraphs
 from kvlens.explanation.explained import Explained
-from kvlens.explanation.heading import answering, asked_for, candidates_of
+from kvlens.explanation.heading import asked_for, candidates_of
 from kvlens.explanation.reading import wilson
 from kvlens.explanation.runs import ENDS, MORE_TOKENS, responses, stop_tokens
 from kvlens.explanation.sources import sources_in_words
@@ -201,7 +201,6 @@ def head_scores(model: Any, chat: Any, answers: list[str]) -> dict[str, Any]:
     candidates = [] if explaining.is_whole else candidates_of(explaining)
     if not candidates:
         return {"text": [], "n_claims": 0}
-    (asked,) = runs._walked(runs.without_question.repeat(1))  # without the question, the response's tokens given
     spans = [slice(claim.start, claim.stop) for claim in candidates]
     falls = explaining.nothing.falls
     return {
@@ -212,16 +211,14 @@ def head_scores(model: Any, chat: Any, answers: list[str]) -> dict[str, Any]:
         "first": [-claim.start for claim in candidates],
         "largest token": [float(falls[span].max()) for span in spans],
         "mean of tokens": [float(falls[span].mean()) for span in spans],
-        "question removed": [float(asked.falls[span].sum()) for span in spans],
-        "asked for": (scores := asked_for(explaining, candidates)),
-        "what is shown": [float(i == answering(candidates, scores)) for i in range(len(candidates))],
+        "what is shown": asked_for(explaining, candidates),
     }
 
 
 def head_rates(cases: list[dict[str, Any]]) -> str:
     """How often each rule chooses a claim that states the short answer, of the cases that have one, in both halves."""
     lines = []
-    for name in ("largest sum", "first", "largest token", "mean of tokens", "question removed", "asked for", "what is shown"):
+    for name in ("largest sum", "first", "largest token", "mean of tokens", "what is shown"):
         rates = []
         for half in (cases[::2], cases[1::2]):
             able = [case for case in half if any(case["states"][: case["n_claims"]])] if half else []
