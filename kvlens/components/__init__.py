@@ -6,7 +6,7 @@ keys. In a cache, use the full name (``cache["blocks.0.attn.hook_phi_q"]``) or t
 
 | hook point | shape | content |
 |---|---|---|
-| ``hook_k_shift_coef``, ``hook_v_shift_coef``, ``hook_q_shift_coef`` | [kv_head or head, window+1] | the coefficients as used |
+| ``hook_k_shift_coef``, ``hook_v_shift_coef``, ``hook_q_shift_coef`` | [kv_head or head, window+1] | the coefficients as used: 0 of the token itself, j of the token j before it |
 | ``hook_k_shifted``, ``hook_v_shifted``, ``hook_q_shifted`` | [batch, pos, kv_head or head, d_head] | after the shift, before RoPE |
 | ``hook_phi_q``, ``hook_phi_k`` | [batch, pos, head or kv_head, d_phi] | features; ``hook_rot_q``, ``hook_rot_k`` hold the rotated ones |
 | ``hook_b_kv``, ``hook_b_d`` | [batch or 1, head, d_phi(, d_head)] | the bias as read, at every pass and decoding step; by query head, even with grouped keys. For softmax times exp(``log_scale``): the numbers of one bias can be put into another |

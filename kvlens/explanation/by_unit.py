@@ -23,12 +23,18 @@ from kvlens.explanation.runs import MORE_TOKENS, PASS, IndexSet, Outcome
 
 MANY = 6
 """How many units are removed one by one without a screen, which would take about as many runs."""
-NOTHING, FEWEST = 0.3, 4
+NOTHING = 0.3
 """Nats: without units nothing changes if no claim falls by more, and there is no firm difference either. (SmolLM2, nine
 questions about two or three documents: none of the 12 sentences in documents without which no claim falls by more had a firm
-difference alone, and the largest fall was 0.33 nats; with a bound of 1 none of 29.) And how many units are removed together."""
-MOST_TOGETHER, AT_ONCE, MOST_ORDERED = 5, 2, 12
-"""Sets of the strongest units up to so many; so many sets are tried before the next ones; units that are kept alone."""
+difference alone, and the largest fall was 0.33 nats; with a bound of 1 none of 29.)"""
+FEWEST = 4
+"""So many units at least are removed together."""
+MOST_TOGETHER = 5
+"""The largest set of the strongest units that is removed."""
+AT_ONCE = 2
+"""So many sets are tried before the next ones."""
+MOST_ORDERED = 12
+"""So many units at most are kept alone."""
 
 
 class UnitSearch:

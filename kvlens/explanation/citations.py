@@ -42,6 +42,7 @@ CITATION_COLUMNS = Columns(
     document_stop=("int64", "behind its last; -1: none"),
     verdict=("str", "on the text without the source, without all of them (``together``), or without any unit"),
     nats=("float64", "by which it falls then"),
+    says=("str", "what the model says then, the gap kept; empty of text without a source"),
 )
 SENTENCE_COLUMNS = Columns(
     sentence=("int64", "of the response, from 0"),
@@ -72,22 +73,34 @@ class DocumentSpan(NamedTuple):
     stop: int
 
 
-def documents_of(layout: Layout, units: Sequence[Unit]) -> tuple[dict[str, str], list[DocumentSpan]]:
-    """The documents and messages of a prompt by name, as the model read them, and where each unit stands in them."""
+def documents_of(layout: Layout, units: Sequence[Unit], given: object = None) -> tuple[dict[str, str], list[DocumentSpan]]:
+    """The documents and messages of a prompt by name, as the model read them, and where each unit stands in them.
+
+    Of a prompt that was ``given`` as a string, the text begins where the string does: some tokenizers write a blank in front.
+    """
     ranges: dict[str, Span] = {}
     for name, start, stop in [*layout.pieces, *layout.asked]:
         first, last = ranges.get(name or "prompt", (start, stop))
         ranges[name or "prompt"] = (min(first, start), max(last, stop))
+    if isinstance(given, str) and "prompt" in ranges:
+        start, stop = ranges["prompt"]
+        added = _n_blanks(layout.text[start:stop]) - _n_blanks(given)
+        ranges["prompt"] = (start + max(added, 0), stop)
     found = [_place_of(layout, unit, ranges) for unit in units]
     if any(place.document not in ranges for place in found):
         ranges["prompt"] = (0, len(layout.text))
     return {name: layout.text[start:stop] for name, (start, stop) in ranges.items()}, found
 
 
+def _n_blanks(text: str) -> int:
+    """In front."""
+    return len(text) - len(text.lstrip())
+
+
 def _place_of(layout: Layout, unit: Unit, ranges: Mapping[str, Span]) -> DocumentSpan:
     start, stop = layout.spans[unit.start][0], layout.spans[unit.stop - 1][1]
     text = layout.text[start:stop]
-    start, stop = start + len(text) - len(text.lstrip()), stop - (len(text) - len(text.rstrip()))
+    start, stop = start + _n_blanks(text), stop - (len(text) - len(text.rstrip()))
     for name, (first, last) in ranges.items():
         if first <= start and stop <= last:
             return DocumentSpan(name, start - first, stop - first)
@@ -105,10 +118,11 @@ class AccountedSpan(NamedTuple):
 
 
 class FallOfWords(NamedTuple):
-    """A run's verdict on words, and by how many nats they fall in it."""
+    """A run's verdict on words, by how many nats they fall in it, and what is said there without their source."""
 
     verdict: str
     nats: float
+    says: str = ""
 
 
 def citations_of(explaining: Any) -> pd.DataFrame:
@@ -213,7 +227,7 @@ def _without_any(explaining: Any, first: int, last: int) -> FallOfWords:
 def _lost_without(explaining: Any, number: int) -> dict[tuple[int, ...], FallOfWords]:
     """The units, or sets of these, without which a claim is lost with the gap kept and closed."""
     return {
-        tuple(map(int, row["parts"].split("+"))): FallOfWords(row["verdict"], row["nats"])
+        tuple(map(int, row["parts"].split("+"))): FallOfWords(row["verdict"], row["nats"], row["says"])
         for row in explaining.rows
         if (row["claim"], row["about"], row["role"], row["gap"]) == (number, "units", "breaking", "kept")
     }

@@ -85,10 +85,8 @@ def _one_enough(found: Any, claims: pd.DataFrame) -> tuple[str, tuple[int, ...]]
 
 def _without_these(found: Any, claims: pd.DataFrame, parts: str, them: str) -> tuple[str, tuple[int, ...]]:
     """What the model says without units, which claims are lost, and the statements that say so."""
-    rows = _breaking(found, claims, {parts})
-    runs = found.statements.loc[list(rows)].query("gap == 'kept'")["says"].dropna()
-    said = f"the model says {quoted(runs.iloc[0], LONGEST_UNIT)}: " if len(runs) else ""
-    return f"Without {them}, {said}{_lost_in_words(found, claims)}.", rows
+    said = f"the model says {quoted(claims['says'].iloc[0], LONGEST_UNIT)}"
+    return f"Without {them}, {said}: {_lost_in_words(found, claims)}.", _breaking(found, claims, {parts})
 
 
 def _breaking(found: Any, claims: pd.DataFrame, sets: Collection[str]) -> tuple[int, ...]:

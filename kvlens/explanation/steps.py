@@ -167,7 +167,7 @@ class _Prompt:
         question = " ".join([*asked, *([Response.of(model, layout.tokens, follows).text] if len(follows) else [])])
         last = max(i for i, piece in enumerate(pieces_of_tokens(layout)) if piece is not None)
         n_prompt = min(last + 1, len(tokens) - 1)
-        documents, unit_places = documents_of(layout, units)
+        documents, unit_places = documents_of(layout, units, prompt)
         return cls(tokens, units, unit_places, documents, places_of(layout, len(tokens)), rest, question, n_prompt)
 
 

@@ -45,6 +45,16 @@ def found(request, model):
     return kvlens.explain(model, STORIES[request.param], QUESTION, depth="units")
 
 
+@pytest.mark.parametrize("blank", ["", " "])
+def test_characters_are_those_of_the_given_string(model, blank):
+    """Its tokenizer writes a blank in front of the first word."""
+    story = blank + STORIES["one"]
+    found = kvlens.explain(model, story, QUESTION, depth="units")
+    assert found.documents == {"prompt": story} and model.to_string(model.to_tokens(story)[0, 1:])[0] == " "
+    (row,) = found.citations.itertuples()
+    assert story[row.document_start : row.document_stop] == "At night Kaya feeds a donkey."
+
+
 def test_spans_are_the_very_text_and_each_content_word_has_one_account(found):
     for row in found.citations.itertuples():
         assert found.response[row.response_start : row.response_stop] == row.text
@@ -69,7 +79,7 @@ def test_a_source_is_a_run_that_lost_the_claim(found):
     for row in cited.itertuples():
         parts = str(row.unit) if row.account == "source" else "+".join(map(str, sorted(cited["unit"])))
         (statement,) = breaking[(breaking["parts"] == parts) & (breaking["claim"] == row.claim)].itertuples()
-        assert (statement.verdict, statement.nats) == (row.verdict, row.nats)
+        assert (statement.verdict, statement.nats, statement.says) == (row.verdict, row.nats, row.says)
     for line in sources_in_words(found):
         assert line.rows or line.mark in ("", "1", "2")
         if "is lost" in line.text:
@@ -125,17 +135,17 @@ def test_two_facts_that_are_both_needed_are_said_to_be_and_kept_alone_together()
 
 
 @pytest.mark.parametrize(
-    ("is_whole", "verdicts", "alone", "all_needed", "one_enough", "says"),
+    ("is_whole", "verdicts", "alone", "all_needed", "one_enough"),
     [
-        (False, ("lost", "lost"), "other words", "'x' is lost", ", but not without one of them alone", True),
-        (False, ("lost", "partly"), "lost", "'x' is lost in part", "", True),
-        (True, ("lost", "lost"), "other words", "another answer is given", "", False),
+        (False, ("lost", "lost"), "other words", "'x' is lost", ", but not without one of them alone"),
+        (False, ("lost", "partly"), "lost", "'x' is lost in part", ""),
+        (True, ("lost", "lost"), "other words", "another answer is given", ""),
         (True, ("partly", "lost"), "same words", "another answer is given, with some of its words",
-         ", but not without one of them alone", True),
+         ", but not without one of them alone"),
     ],
 )  # fmt: skip
-def test_lines_on_several_sources_say_what_the_runs_say(is_whole, verdicts, alone, all_needed, one_enough, says):
-    claims = pd.DataFrame({"claim": 0, "unit": [0, 1], "text": "x", "verdict": verdicts})
+def test_lines_on_several_sources_say_what_the_runs_say(is_whole, verdicts, alone, all_needed, one_enough):
+    claims = pd.DataFrame({"claim": 0, "unit": [0, 1], "text": "x", "verdict": verdicts, "says": "A y."})
     rows = [
         ("breaking", "0", "lost"),
         ("breaking", "1", "lost"),
@@ -144,13 +154,12 @@ def test_lines_on_several_sources_say_what_the_runs_say(is_whole, verdicts, alon
         ("each", "1", alone),
     ]
     statements = pd.DataFrame(rows, columns=["role", "parts", "verdict"]).assign(claim=0, about="units", gap="kept")
-    statements = statements.assign(says="A y." if says else None)
     found = SimpleNamespace(is_whole=is_whole, statements=statements)
     assert _all_needed(found, claims) == (f"Both are needed: without one of these, {all_needed}.", (0, 1))
     text, lines = _one_enough(found, claims.assign(verdict=verdicts[0]))
     lost = all_needed if is_whole else "'x' is lost"
-    lost = f'the model says "A y.": {lost}' if says else lost  # a text that was not generated is not quoted
-    assert (text, lines) == (f"Without these together, {lost}{one_enough}.", (2, 3, 4) if one_enough else (2,))
+    assert text == f'Without these together, the model says "A y.": {lost}{one_enough}.'
+    assert lines == ((2, 3, 4) if one_enough else (2,))
 
 
 # --- by hand ------------------------------------------------------------------------------------------------------------------
