@@ -61,7 +61,7 @@ def refused(capsys, status: int) -> str:
 def test_explain_writes_a_page_and_replaces_it_when_asked(folder, capsys):
     assert explained(folder, "--out", "new/page.html") == 0
     captured = capsys.readouterr()
-    assert captured.err == "" and captured.out.startswith("The model answers:")
+    assert captured.err == "" and captured.out.startswith("Asked:")
     assert captured.out.splitlines()[-1] == "Open new/page.html in a browser; it works offline."
     assert [line for line in captured.out.splitlines() if cell_len(line) > 80] == []
     before = Path("new/page.html").read_text(encoding="utf-8")
@@ -230,7 +230,7 @@ def test_a_full_disk_leaves_the_old_page(folder, capsys, monkeypatch):
         assert explained(folder, "--out", "page.html", "--overwrite") == 2
     captured = capsys.readouterr()
     assert captured.err == "kvlens: error: cannot write page.html: No space left on device\n"
-    assert captured.out.startswith("The model answers:") and "Open page.html" not in captured.out
+    assert captured.out.startswith("Asked:") and "Open page.html" not in captured.out
     assert os.listdir(".") == ["page.html"] and Path("page.html").read_bytes() == before
 
 

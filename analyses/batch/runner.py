@@ -40,7 +40,7 @@ from .parts import (
     write_table,
 )
 from .records import Survey, read_records, survey
-from .work import Resources, Work, check_table_path, check_work, columns_of
+from .work import Resources, Work, check_table_path, check_work, code_of, columns_of
 from .workers import Job, ModelShelf, run_jobs
 
 FORMAT_VERSION = 3
@@ -298,6 +298,7 @@ def _settings(
         "format_version": FORMAT_VERSION,
         "kvlens": __version__,
         "analysis": analysis.name,
+        "code": code_of(work.analysis),
         "options": analysis.read_options(work.options),
         "columns": list(columns),
         "models": fingerprints,

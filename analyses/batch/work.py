@@ -1,10 +1,12 @@
 """What a batch is asked for, and the checks of it that are made before a model is loaded.
 
-`Work` is the part of the settings that determines every number of the table. It is sent to each worker, and recorded but for
-the device and the folder: a batch can be resumed only with the same work. `Resources` affect how long it takes, and may change
-when it is resumed. Nothing here needs torch, so that the command line can check it first.
+`Work`, with the code of an analysis of your own, is the part of the settings that determines every number of the table. It is
+sent to each worker, and recorded but for the device and the folder: a batch can be resumed only with the same work.
+`Resources` affect how long it takes, and may change when it is resumed. Nothing here needs torch, so that the command line can
+check it first.
 """
 
+import hashlib
 import importlib
 import os
 import sys
@@ -104,6 +106,14 @@ def load_analysis(name: str, folder: str | None = None) -> "Analysis":
     held = {name: found for name, value in vars(module).items() if (found := _declared(value)) is not None}
     check_known(f"analysis: in {path!r} no function with the decorator kvlens.analyses.analysis", attribute, held)
     return held[attribute]
+
+
+def code_of(name: str) -> str | None:
+    """The file of an analysis of your own, with a hash of its text; None for kvlens' own, whose code its version says."""
+    file = getattr(sys.modules.get(locate(name)[0]), "__file__", None)
+    if ":" not in name or file is None:
+        return None
+    return f"{Path(file).name} {hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]}"
 
 
 def _declared(value: object) -> "Analysis | None":

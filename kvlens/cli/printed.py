@@ -9,7 +9,7 @@ from rich.table import Table
 
 from kvlens.explanation import Explained, paragraphs
 from kvlens.explanation.exchanges import POSITION_GROUPS
-from kvlens.explanation.presentation import MEANINGS, answered, kept_in_words, layers_named
+from kvlens.explanation.presentation import MEANINGS, answered, asked, kept_in_words, layers_named
 from kvlens.explanation.sources import sources_in_words
 from kvlens.explanation.view import smallest_ranges
 from kvlens.terminal import WIDTH, make_console, visible
@@ -27,6 +27,8 @@ def print_explanation(found: Explained) -> None:
 
 
 def _show(console: Console, found: Explained) -> None:
+    if found.question:
+        console.print(_wrapped(asked(found.question)), end="\n\n")
     console.print(_wrapped(answered(found.marked, found.cut_after)), style="bold", end="\n\n")
     for line in sources_in_words(found):
         console.print(_wrapped(str(line), indent="    "))

@@ -7,8 +7,8 @@
 - *repeated*: a claim with sources before it has the word, and without any unit it is not said, nor does it fall where that
   claim is given: it is cited as that claim.
 - *follows*: likewise, but no claim has it: it follows from the words before it (``9 + 4 = 13``). It is cited by the units that
-  words before it in its sentence are cited by, and without which it is not said.
-- *memory*: without any unit the model says it, too; or it does not fall there, and follows from none before it.
+  words before it in its sentence are cited by, and without which it is not said; by none if there are no such units.
+- *memory*: without any unit the model says it, too.
 - *unfound*: without any unit it is lost, and no unit or set of units that was tried loses it.
 """
 
@@ -55,7 +55,7 @@ SENTENCE_COLUMNS = Columns(
 MARK_OF = {SAID_ANYWAY: "memory", UNFOUND: "?"}
 """What stands in brackets behind words without a source; nothing behind those of the question."""
 FOLLOWS_FROM = "follows from "
-"""What stands there before the numbers of what a word follows from."""
+"""What stands there before the numbers of what a word follows from; where it follows from no source, ``follows`` alone."""
 ENDS_OF_RUNS = frozenset(".!?\n\u3002\uff01\uff1f")
 """Words on both sides of these have a mark each."""
 
@@ -192,9 +192,9 @@ def _without_source(
     if verdict == NOT_REACHED and before:
         return AccountedSpan(before[-1], i, i, SAID_BEFORE, sources[before[-1]])
     followed = [units for units in dict.fromkeys(cited) if len(units) == 1 and not _is_said_without(explaining, units[0], word)]
-    if verdict == NOT_REACHED and followed:
+    if verdict == NOT_REACHED:
         return AccountedSpan(-1, i, i, FOLLOWS, followed)
-    return AccountedSpan(-1, i, i, SAID_ANYWAY if verdict in SAID or verdict == NOT_REACHED else UNFOUND)
+    return AccountedSpan(-1, i, i, SAID_ANYWAY if verdict in SAID else UNFOUND)
 
 
 def _is_said_without(explaining: Any, unit: int, word: Word) -> bool:
@@ -260,7 +260,8 @@ def marked_runs(response: str, citations: pd.DataFrame) -> list[MarkedRun]:
             continue
         together = TOGETHER in set(citations.loc[citations["claim"] == rows["claim"].iloc[0], "account"])
         mark = MARK_OF.get(account) or ("+" if together else ", ").join(map(str, sorted(numbers)))
-        mark = f"{FOLLOWS_FROM}{mark}" if account == FOLLOWS else mark
+        if account == FOLLOWS:
+            mark = f"{FOLLOWS_FROM}{mark}" if any(numbers) else FOLLOWS
         before = found[-1] if found else None
         goes_on = before is not None and before.mark == mark and not ENDS_OF_RUNS.intersection(response[before.stop : start])
         if before is not None and goes_on and account not in (SOURCE, TOGETHER):

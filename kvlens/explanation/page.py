@@ -91,7 +91,7 @@ def explanation_page(
     asked = f"Asked: {quoted(found.question, LONGEST_SHOWN)} " if found.question else ""
     about = f"{asked}Model: {model_in_words(model, model_name)}. {run_in_words(found)}"
     page = Page(f"Why did the model say {said}?", about)
-    page.section("The answer").add(explanation_view(found, asked=False))
+    page.section("The answer").add(explanation_view(found, with_question=False))
     measured = _Measured(model, found, ablates="heads" in names)
 
     def tell(name: str, before: int, done: float) -> None:

@@ -55,6 +55,11 @@ def paragraphs(found: Any) -> list[list[PrintedSentence]]:
     return [each for each in map(list, (_of_claims(found), units, _of_layers(found), _of_positions(found))) if each]
 
 
+def asked(question: str) -> str:
+    """What the model was asked; nothing where that is not known."""
+    return f"Asked: {quoted(question)}" if question else ""
+
+
 def answered(response: str, cut_after: int | None) -> str:
     """What the model answers, and whether it was cut off there."""
     return f"The model answers: {quoted(response, len(response))}{cut_off(cut_after)}"
@@ -199,7 +204,8 @@ def _of_claims(found: Any) -> Iterator[PrintedSentence]:
     n = len(found.units)
     gone = f"With all {n} parts of the prompt removed" if n > 1 else "With the prompt's one part removed"
     if found.is_whole:
-        yield PrintedSentence(_ended(f"No single word of it depends on the prompt's parts. {gone}, {without}"), (row,))
+        whole = "Behind the words before it, no word falls by much; what is explained is the whole answer."
+        yield PrintedSentence(_ended(f"{whole} {gone}, {without}"), (row,))
         return
     others = [claim for claim in found.claims.itertuples() if claim.claim != found.about]
     first = found.claims.iloc[found.about]

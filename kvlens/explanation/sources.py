@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from kvlens.explanation.citations import (
+    FOLLOWS,
     FOLLOWS_FROM,
     IN_QUESTION,
     SAID_ANYWAY,
@@ -16,7 +17,7 @@ from kvlens.explanation.citations import (
     MarkedRun,
     marked_runs,
 )
-from kvlens.explanation.claims import GONE, NEAR_TIES, PARTLY, SAID, SAME
+from kvlens.explanation.claims import GONE, NEAR_TIES, PARTLY, SAME
 from kvlens.explanation.presentation import LONGEST_UNIT, SEPARATOR, listed, quoted, some_named, unit_named
 from kvlens.viz._text import html_text
 
@@ -110,18 +111,17 @@ def _lost_in_words(found: Any, rows: pd.DataFrame) -> str:
 def _without_sources(found: Any) -> Iterator[SourceLine]:
     """The lines on words without a source; what they say is about the run without any part."""
     rows = tuple(map(int, found.rows("units", "none").index))
-    account, is_said = found.citations["account"], found.citations["verdict"].isin(SAID)
+    account = found.citations["account"]
     yield from _following(found, rows)
     verdicts = set(found.citations.loc[account == SAID_ANYWAY, "verdict"])
-    left = _phrases(found, (account == SAID_ANYWAY) & ~is_said)
     if verdicts and verdicts <= {SAME, NEAR_TIES}:
         ties = ", but for near ties" if NEAR_TIES in verdicts else ""
         yield SourceLine("memory", f"Without any part of the prompt, the model gives the same answer{ties}.", rows)
-    elif said := _phrases(found, (account == SAID_ANYWAY) & is_said):
+    elif said := _phrases(found, account == SAID_ANYWAY):
         yield SourceLine("memory", f"Said without any part of the prompt, too: {some_named(said)}.", rows)
-    if left:
-        text = f"Not said without any part of the prompt, but behind the same words {_do_not_fall(left)}."
-        yield SourceLine("memory", text, rows)
+    if of_words := _phrases(found, (account == FOLLOWS) & (found.citations["unit"] < 0)):
+        text = f"Not said without any part of the prompt, but behind the words before, {_do_not_fall(of_words)}."
+        yield SourceLine(FOLLOWS, text, rows)
     if unfound := _phrases(found, account == UNFOUND):
         text = f"Lost without all parts of the prompt, and no part was found that loses it: {some_named(unfound)}."
         yield SourceLine("?", text, rows)

@@ -12,6 +12,7 @@ from kvlens.explanation.presentation import (
     MEANINGS,
     SEPARATOR,
     answered,
+    asked,
     cut_off,
     is_range,
     kept_in_words,
@@ -32,17 +33,18 @@ def in_words(found: Any) -> str:
     """The response with its sources, what is never removed, and the paragraphs, as text."""
     texts = [" ".join(sentence.text for sentence in paragraph) for paragraph in paragraphs(found)]
     sources = "\n".join(map(str, sources_in_words(found)))
-    return "\n\n".join(filter(None, [answered(found.marked, found.cut_after), sources, kept_in_words(found), *texts]))
+    opening = asked(found.question), answered(found.marked, found.cut_after)
+    return "\n\n".join(filter(None, [*opening, sources, kept_in_words(found), *texts]))
 
 
-def explanation_view(found: Any, *, asked: bool = True) -> Piece:
+def explanation_view(found: Any, *, with_question: bool = True) -> Piece:
     """Draw an explanation.
 
     Args:
         found: a :class:`kvlens.explanation.Explained`.
-        asked: whether the question stands above the answer, where nothing else says what it was.
+        with_question: whether it stands above the answer, where nothing else says what it was.
     """
-    question = f'<p class="found">Asked: {html_text(quoted(found.question))}</p>' if asked and found.question else ""
+    question = f'<p class="found">{html_text(asked(found.question))}</p>' if with_question and found.question else ""
     told = "".join(
         f'<p class="found">{html_text(text.replace(" %", NO_BREAK + "%"))}</p>'
         for text in (kept_in_words(found), *(" ".join(each.text for each in paragraph) for paragraph in paragraphs(found)))

@@ -69,7 +69,7 @@ def test_spans_are_the_very_text_and_each_content_word_has_one_account(found):
             assert accounts == {word.account} <= set(ACCOUNTS)
         else:
             assert word.account == ""
-    assert re.sub(r" \[[\d+, ]+\]| \[memory\]| \[\?\]", "", found.marked) == found.response
+    assert re.sub(r" \[[\d+, ]+\]| \[memory\]| \[follows\]| \[\?\]", "", found.marked) == found.response
 
 
 def test_a_source_is_a_run_that_lost_the_claim(found):
@@ -92,7 +92,7 @@ def test_marks_stand_in_text_terminal_json_and_page_linked_both_ways(model, foun
     print_explanation(found)
     data, html = json.loads(found.to_json()), explanation_page(model, found, []).to_html()
     for text in (str(found), capsys.readouterr().out):
-        assert text.startswith(f'The model answers: "{found.marked}"')
+        assert text.startswith(f'Asked: "{QUESTION.strip()}"\n\nThe model answers: "{found.marked}"')
         assert all(str(line) in " ".join(text.split()) for line in sources_in_words(found))
     assert data["marked"] == found.marked and len(data["citations"]) == len(found.citations)
     assert data["by_sentence"][0]["text"] == found.by_sentence["text"][0] and data["documents"] == found.documents
@@ -196,7 +196,7 @@ def test_accounts_by_hand():
         ("Buy milk", "source", 1, 3, LOST),
         ("Rome", "together", 3, 0, LOST),
         ("Rome", "together", 2, 2, LOST),
-        ("Italy", "memory", 0, -1, NOT_REACHED),
+        ("Italy", "follows", 0, -1, NOT_REACHED),
         ("Rome", "repeated", 3, 0, LOST),  # not from memory: the answer itself has it already
         ("Rome", "repeated", 2, 2, LOST),
         ("sells", "memory", 0, -1, OTHER_WORDS),
@@ -206,7 +206,7 @@ def test_accounts_by_hand():
     assert table["document_start"].tolist() == [30, 20, 30, 0, 20, -1, 0, 20, -1, -1, -1]
     text = "".join(TOKENS)
     assert marked(text, table) == (
-        "Tom [1]: Buy milk [1, 2] in Rome [2+3], Italy [memory]. Rome [2+3] sells [memory] Paris [?] no office."
+        "Tom [1]: Buy milk [1, 2] in Rome [2+3], Italy [follows]. Rome [2+3] sells [memory] Paris [?] no office."
     )
     assert [text[run.start : run.stop] for run in marked_runs(text, table)][1] == "Buy milk"
 
@@ -219,13 +219,13 @@ def test_a_word_that_is_not_said_without_a_source_before_it_follows_from_that():
         ["Italy", 3], ["Italy", 1], ["Italy", 0],
     ]  # fmt: skip
     assert "Rome [2, 3], Italy [follows from 1, 2, 3]. Rome [2, 3] sells [memory]" in marked("".join(TOKENS), table)
-    assert "Italy [memory]" in marked("".join(TOKENS), citations_of(by_hand(lost)))
+    assert "Italy [follows]." in marked("".join(TOKENS), citations_of(by_hand(lost)))
 
 
 def test_a_claim_that_nothing_loses_is_accounted_word_by_word():
     table = citations_of(by_hand([]))
     assert (table["unit"] == -1).all() and table.loc[table["text"] == "milk", "account"].tolist() == ["unfound"]
-    assert table.loc[table["text"] == "Rome", "account"].tolist() == ["memory", "memory"]  # nothing before it has a source
+    assert table.loc[table["text"] == "Rome", "account"].tolist() == ["follows", "follows"]  # nothing before it has a source
 
 
 def test_sentences_of_the_response_say_what_they_rest_on():
@@ -236,7 +236,7 @@ def test_sentences_of_the_response_say_what_they_rest_on():
     assert found["text"].tolist() == ["Tom: Buy milk in Rome, Italy.", "Rome sells Paris no office."]
     spans = zip(found["response_start"], found["response_stop"], strict=True)
     assert found["sources"].tolist() == ["1,2", "2"] and [text[a:b] for a, b in spans] == found["text"].tolist()
-    assert found[list(ACCOUNTS)].to_numpy().tolist() == [[2, 0, 0, 0, 1, 0, 2], [0, 0, 1, 0, 1, 1, 1]]
+    assert found[list(ACCOUNTS)].to_numpy().tolist() == [[2, 0, 0, 1, 0, 0, 2], [0, 0, 1, 0, 1, 1, 1]]
 
 
 def test_numbers_of_lines_have_no_account_and_a_no_in_front_has():
@@ -267,6 +267,6 @@ def test_a_message_of_two_pieces_is_one_document(model):
 
 def test_the_view_shows_each_words_account(found):
     html = unescape(explanation_view(found).body)
-    assert f'Asked: "{QUESTION.strip()}"' in html and "Asked:" not in explanation_view(found, asked=False).body
+    assert f'Asked: "{QUESTION.strip()}"' in html and "Asked:" not in explanation_view(found, with_question=False).body
     for word in found.words[found.words["account"] != ""].itertuples():
         assert re.search(rf'data-account="{word.account}"[^>]*>{re.escape(word.text)}<', html)

@@ -206,7 +206,7 @@ ACCOUNTED = {
     "together": GONE,
     "repeated": {NOT_REACHED},
     "follows": {NOT_REACHED},
-    "memory": SAID | {NOT_REACHED},
+    "memory": SAID,
     "unfound": GONE,
 }
 """The verdicts that the run behind a mark may have on its words; words of the question rest on no run."""

@@ -84,7 +84,9 @@ def test_many_bad_lines_are_counted(model_folder, tmp_path, prompts):
     assert len(lines) == 21 and lines[-1] == "... and 13 more lines without a prompt"
 
 
-def test_what_failed_is_run_again_on_request_and_nothing_else(model_folder, other_folder, tmp_path, prompts, asked):
+def test_what_failed_is_run_again_on_request_and_nothing_else(
+    model_folder, other_folder, tmp_path, prompts, asked, monkeypatch
+):
     """Refused and failed prompts, on two models: a rerun is refused; a retry gives the table of a run without failures."""
     source = prompts({"prompt": "ab"}, {"prompt": "c", "raises": 1}, {"prompt": "d", "breaks": 1}, {"prompt": "e"})
     work, out = Work(LETTERS, (model_folder, other_folder)), tmp_path / "t.parquet"
@@ -98,6 +100,12 @@ def test_what_failed_is_run_again_on_request_and_nothing_else(model_folder, othe
             run_batch(work, source, out, **more)
     with pytest.raises(KVLensError, match=r"t.parquet was started with other settings: options.times was 1, now 2"):
         run_batch(Work(LETTERS, work.models, options={"times": 2}), source, out, retry_failed=True)
+    (changed := tmp_path / "letters.py").write_text(f"{Path(letters.__file__).read_text()}\n# another sign\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(letters, "__file__", str(changed))
+        with pytest.raises(KVLensError, match=r'settings: code was "letters.py \w{12}", now "letters.py \w{12}"'):
+            run_batch(work, source, out, retry_failed=True)
+    changed.unlink()
     assert out.read_bytes() == before and run_batch(work, source, out, retry_failed=True).n_without_rows == 4
     pd.testing.assert_frame_equal(pd.read_parquet(out), table)
     asked.clear()
