@@ -218,8 +218,8 @@ def bias_runs(runs):
 def dual_variants_runs(runs):
     ratios = stacked(
         runs.table(v, task=t, model=m, half=v, end=v, course=v)
-        for t, m in dual_variants.CLAIMS
-        for v in [runs(lead=1) - runs()]
+        for (t, m), claim in dual_variants.CLAIMS.items()
+        for v in [runs(lead=1) - runs() + claim.bound]
     )
     ends = {dual_variants.PLAIN: runs(), dual_variants.UNSTABLE: runs(lead=1)}
     rises = stacked(runs.table(v, model=m, rise=v) for m, v in ends.items())

@@ -18,6 +18,7 @@ where two layers end is decided while errors fall, unless their ratio comes near
 took more than an eighth (`LATE`) of its logarithm. As the steps double, it would go on losing as much.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -45,6 +46,8 @@ VARIANTS: dict[str, Variant] = {
     "augmented both, 1 layer": Variant(key_depth=1, value_depth=1),
     **{f"negative, k {k}, beta {beta}": Variant(negatives=k, beta=beta) for k in (3, 8) for beta in (0.1, 0.5)},
     "negative per label, k 3, beta 0.1": Variant(negatives=3, beta=0.1, per="label"),
+    **{f"negative, {choice}": Variant(negatives=3, beta=0.1, choice=choice) for choice in ("least alike", "noise")},
+    "augmented values, convolution": Variant(convolved=True),
     "regularised and augmented": Variant(alpha=-0.5, key_depth=1),
     "eq. 13 and augmented": Variant(alpha=-0.5, form="one_step", key_depth=1),
     "all three": Variant(alpha=-0.5, key_depth=1, negatives=3, beta=0.1),
@@ -66,17 +69,22 @@ class Hypothesis(NamedTuple):
         better: better (True) or worse (False).
         measure: "end", the last error, or "course", the mean of its logarithm over training (lower is faster).
         pair: what it is compared with: the nearer of these two, so that it is better or worse than both.
+        bound: what the logarithm of the ratio is compared with.
     """
 
     words: str
     better: bool
     measure: str = "end"
     pair: tuple[str, str] = (PLAIN, AGAIN)
+    bound: float = 0.0
 
 
+UNCLAIMED = Hypothesis("", False)
+A_TENTH = math.log(1.1)
+"""By less than this two errors are comparable. That they are equal cannot be shown."""
 END, COURSE = "end", "course"
-SINGLE = ("regularised, alpha -0.5", "augmented keys, 1 layer")
-"""What combinations are made of."""
+LOWEST, SINGLE = "negative, k 3, beta 0.1", ("regularised, alpha -0.5", "augmented keys, 1 layer")
+"""The simple negatives, and what combinations are made of."""
 CLAIMS: dict[tuple[str, str], Hypothesis] = {
     ("linear", "eq. 13, alpha 0.5"): Hypothesis("with alpha > 0 the layer converges to a poorer result (sec. 5)", False),
     ("linear", "eq. 13, alpha -0.5"): Hypothesis("with alpha < 0 it converges faster (sec. 5)", True, COURSE),
@@ -97,7 +105,23 @@ CLAIMS: dict[tuple[str, str], Hypothesis] = {
         for label in ("regularised and augmented", "all three")
     },
     ("trigonometric", "augmented values, 1 layer"): Hypothesis("augmented values degrade the task (app. E.2.1)", False),
-    ("trigonometric", "negative, k 3, beta 0.1"): Hypothesis("negatives are worse on the task (app. E.2.1)", False),
+    ("trigonometric", "augmented both, 1 layer"): Hypothesis("keys and values both augmented degrade it (app. E.2.1)", False),
+    ("trigonometric", "augmented keys, 1 layer"): Hypothesis(
+        "augmented keys alone are comparable: worse by less than a tenth (app. E.2.1)", True, bound=A_TENTH
+    ),
+    ("trigonometric", "augmented keys, 2 layers"): Hypothesis("keys augmented twice are faster (app. E.2.1)", True, COURSE),
+    ("trigonometric", "augmented values, convolution"): Hypothesis("values of a convolution are better (app. D.2)", True),
+    **{
+        ("trigonometric", f"negative, {choice}"): Hypothesis(
+            "other negatives are better than the lowest scores, and than none (app. D.3)", True, pair=(PLAIN, LOWEST)
+        )
+        for choice in ("least alike", "noise")
+    },
+    **{
+        ("exponential", label): Hypothesis("negatives are not better by a tenth (app. E.2.2)", False, bound=-A_TENTH)
+        for label in CHOICES[CHOSEN_NEGATIVES]
+    },
+    ("trigonometric", LOWEST): Hypothesis("negatives are worse on the task (app. E.2.1)", False),
     ("exponential", "augmented keys, 1 layer"): Hypothesis("augmented keys alone are better on the task (app. E.2.2)", True),
     ("exponential", "augmented values, 1 layer"): Hypothesis("augmented values alone are better on it (app. E.2.2)", True),
 }
@@ -229,7 +253,7 @@ def differences(curves: pd.DataFrame) -> pd.DataFrame:
     log = curves[curves["step"] > 0].assign(log=np.log(curves["loss"].where(curves["loss"] < np.inf)))
     found = []
     for (task, label), rows in log[~log["model"].isin([PLAIN, AGAIN])].groupby(["task", "model"], sort=False):
-        pair = CLAIMS.get((task, label), Hypothesis("", False)).pair
+        pair = CLAIMS.get((task, label), UNCLAIMED).pair
         others = log[(log["task"] == task) & log["model"].isin(pair)].groupby(["seed", "step"])["log"]
         ends = others.agg(low="min", high="max", n="count")
         own = rows.join(ends.where(ends["n"] == 2), on=["seed", "step"])
@@ -290,16 +314,16 @@ def compare(ratios: pd.DataFrame, why: Mapping[str, str | None]) -> list[Compari
     """Compare every variant on every task, with a verdict where the paper makes a claim; ``why`` is that of `untrained`."""
     found = []
     for (task, label), rows in ratios.groupby(["task", "model"], sort=False):
-        claim = CLAIMS.get((task, label))
-        measure, pair = (END, (PLAIN, AGAIN)) if claim is None else (claim.measure, claim.pair)
-        other = "the nearer plain layer" if PLAIN in pair else f"the nearer of {' and '.join(pair)}"
-        what = f"{task} task, {label}: {MEASURES[measure].format(other)}, {len(rows)} seeds"
-        ours = mean_and_spread(rows[measure].tolist())
-        words, better = ("", False) if claim is None else (claim.words, claim.better)
-        tested = Comparison.tested_on(what, words, rows[measure].tolist(), below=better, ours=ours).unless(why.get(task))
-        if measure == END and tested.holds is not None:
+        claim = CLAIMS.get((task, label), UNCLAIMED)
+        other = "the nearer plain layer" if claim.pair == (PLAIN, AGAIN) else f"the nearer of {' and '.join(claim.pair)}"
+        what = f"{task} task, {label}: {MEASURES[claim.measure].format(other)}, {len(rows)} seeds"
+        values, ours = rows[claim.measure].tolist(), mean_and_spread(rows[claim.measure].tolist())
+        tested = Comparison.tested_on(what, claim.words, values, claim.bound, below=claim.better, ours=ours).unless(
+            why.get(task)
+        )
+        if claim.measure == END and tested.holds is not None and not (claim.bound and tested.holds):
             tested = tested.unless(why_unsettled(rows))
-        if claim is None:
+        if claim is UNCLAIMED:
             verdict = {True: "worse", False: "better", None: tested.verdict}[tested.holds]
             tested = Comparison.stated(what, f"the paper makes no claim; here: {verdict}", ours)
         found.append(tested)

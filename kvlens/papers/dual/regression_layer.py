@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import gelu
+from torch.nn.functional import gelu, normalize, pad
 
 from kvlens.ops.attention_variants import augment, lowest_scored, mean_of_negatives
 
@@ -47,6 +47,8 @@ class Variant:
         negatives: k, the number of tokens with the lowest scores taken as negative.
         beta: their weight.
         per: "query" or "label".
+        choice: what is negative: tokens of the "lowest scores", those "least alike" the query's own, or "noise" (app. D.3).
+        convolved: whether values are g(v_{t-1}, v_t, v_{t+1}), a convolution over tokens, with the MLP's activation (app. D.2).
         several: whether each sequence has a task of its own, another W; of what the layer is trained on, not of the layer.
     """
 
@@ -57,6 +59,8 @@ class Variant:
     negatives: int = 0
     beta: float = 0.0
     per: str = "query"
+    choice: str = "lowest scores"
+    convolved: bool = False
     several: bool = False
 
 
@@ -70,6 +74,7 @@ class RegressionLayer:
     variant: Variant
     key_mlp: list[Tensor] = field(default_factory=list)
     value_mlp: list[Tensor] = field(default_factory=list)
+    noise: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -86,8 +91,7 @@ class RegressionLayer:
         pattern = scores.softmax(dim=-1)
         z = pattern @ v
         if variant.negatives:
-            visible = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(1, 1, *scores.shape[-2:])
-            mean = mean_of_negatives(v, lowest_scored(scores, visible, variant.negatives))
+            mean = self.mean_negative(x, v, scores)
             z = z - variant.beta * (mean if variant.per == "query" else pattern @ mean)
         if variant.alpha:
             own, past = v[..., -z.shape[-2] :, :], pattern.shape[-1] - pattern.shape[-2]
@@ -99,7 +103,25 @@ class RegressionLayer:
         """q, k, v after their MLPs; q of the last ``n_queries`` tokens, or of all."""
         asked = x if n_queries is None else x[..., -n_queries:, :]
         q, k, v = (_per_seed(tokens, [w]) for tokens, w in ((asked, self.W_Q), (x, self.W_K), (x, self.W_V)))
-        return q, _per_seed(k, self.key_mlp, gelu), _per_seed(v, self.value_mlp, gelu)
+        return q, _per_seed(k, self.key_mlp, gelu), self.augmented(v)
+
+    def augmented(self, v: Tensor) -> Tensor:
+        """Values after their MLP, or their convolution."""
+        if not self.variant.convolved:
+            return _per_seed(v, self.value_mlp, gelu)
+        moved = (pad(v, (0, 0, 1, 1))[..., by : by + v.shape[-2], :] for by in range(3))
+        return gelu(sum(_per_seed(x, [w]) for x, w in zip(moved, self.value_mlp, strict=True)))
+
+    def mean_negative(self, x: Tensor, v: Tensor, scores: Tensor) -> Float[Tensor, "seed batch #query d"]:
+        """Mean value of each query's negatives; noise is drawn anew in each pass, as x is, and is the same for all seeds."""
+        k, choice = self.variant.negatives, self.variant.choice
+        if choice == "noise":
+            drawn = torch.rand(1, x.shape[1], k, x.shape[-1], generator=self.noise, dtype=x.dtype) * 2 - 1
+            return self.augmented(_per_seed(drawn.expand(len(x), -1, -1, -1), [self.W_V])).mean(dim=-2, keepdim=True)
+        unit = normalize(x, dim=-1)
+        alike = scores if choice == "lowest scores" else unit[..., -scores.shape[-2] :, :] @ unit.mT
+        visible = torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(1, 1, *scores.shape[-2:])
+        return mean_of_negatives(v, lowest_scored(alike, visible, k))
 
 
 def _per_seed(x: Tensor, weights: list[Tensor], activation: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
@@ -144,7 +166,7 @@ def draw_layer(seeds: list[int], d: int, variant: Variant, stream: int = 2) -> R
         return (torch.stack(drawn) / d**0.5).requires_grad_()
 
     keys = [weights(10 + i) for i in range(variant.key_depth)]
-    values = [weights(20 + i) for i in range(variant.value_depth)]
+    values = [weights(20 + i) for i in range(3 if variant.convolved else variant.value_depth)]
     return RegressionLayer(weights(1), weights(2), weights(3), variant, keys, values)
 
 

@@ -64,9 +64,36 @@ def test_regularization_is_that_of_its_equation(form):
 
 @pytest.mark.parametrize("name", dual_variants.VARIANTS)
 def test_the_last_output_alone_is_that_of_all(name):
-    layer = draw_layer([0, 1], 3, dual_variants.VARIANTS[name])
+    layer, same = (draw_layer([0, 1], 3, dual_variants.VARIANTS[name]) for _ in range(2))  # each draws its own noise
     tokens, _ = draw_sequences(draw_tasks([0, 1], 2), "linear", [0, 1], 4, 3, 9)
-    torch.testing.assert_close(layer.outputs(tokens, last=1), layer.outputs(tokens)[..., -1:, :], rtol=1e-13, atol=1e-14)
+    torch.testing.assert_close(layer.outputs(tokens, last=1), same.outputs(tokens)[..., -1:, :], rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("choice", ["lowest scores", "least alike", "noise"])
+def test_negatives_are_those_of_their_choice(choice):
+    """App. D.3, in loops: of the last query, which sees every token; beta times the mean value of three is subtracted."""
+    plain, layer = (draw_layer([0], 3, Variant(negatives=3, beta=beta, choice=choice)) for beta in (0.0, 0.7))
+    tokens, _ = draw_sequences(draw_tasks([0], 2), "linear", [0], 4, 1, 9)
+    q, k, v = (part[0, 0] for part in layer.projections(tokens))
+    x = tokens[0, 0]
+    likeness = {"lowest scores": k @ q[-1], "least alike": x @ x[-1] / x.norm(dim=-1)}
+    if choice == "noise":
+        drawn = torch.rand(3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 2 - 1
+        negatives = [one @ layer.W_V[0] for one in drawn]
+    else:
+        negatives = [v[i] for i in likeness[choice].argsort()[:3]]
+    off = plain.outputs(tokens)[0, 0, -1] - layer.outputs(tokens)[0, 0, -1]
+    torch.testing.assert_close(off, 0.7 * torch.stack(negatives).mean(0), rtol=1e-11, atol=1e-14)
+
+
+def test_values_of_a_convolution_are_of_three_neighbors():
+    """App. D.2, in loops; nothing stands before the first token and behind the last."""
+    layer = draw_layer([0], 3, Variant(convolved=True))
+    tokens, _ = draw_sequences(draw_tasks([0], 2), "linear", [0], 4, 1, 4)
+    own, (before, here, behind) = tokens[0, 0] @ layer.W_V[0], (w[0] for w in layer.value_mlp)
+    for t, found in enumerate(layer.projections(tokens)[2][0, 0]):
+        whole = own[t] @ here + (own[t - 1] @ before if t else 0) + (own[t + 1] @ behind if t < 4 else 0)
+        torch.testing.assert_close(found, torch.nn.functional.gelu(whole), rtol=1e-11, atol=1e-14)
 
 
 def test_training_lowers_the_error():
@@ -150,6 +177,21 @@ def test_variants_are_tested_in_both_directions_or_not_at_all():
     for half, settled in ((-0.224, True), (-0.226, False), (0.2, True)):  # 1.125 times as far; from the other side
         assert of([-0.2] * 8, half=half) == ("holds" if settled else "not trained far enough")
     assert of([0.2, -0.2] * 4, half=1.0) == "inconclusive"  # no ratio is found that could go to one
+
+
+def test_what_is_comparable_is_held_against_a_tenth():
+    """Nothing to find holds; twice a tenth does not, unless the ratio still goes to one; a tenth itself is undecided."""
+
+    def of(task, model, end, half=0.0):
+        noisy = [end + x for x in (-0.01, 0.01) * 4]
+        table = pd.DataFrame(dict(task=task, model=model, seed=range(8), half=half, end=noisy, course=0.0))
+        return dual_variants.compare(table, {})[0].verdict
+
+    tenth, keys = dual_variants.A_TENTH, ("trigonometric", "augmented keys, 1 layer")
+    negatives = ("exponential", dual_variants.LOWEST)
+    assert [of(*keys, end) for end in (0, tenth, 2 * tenth)] == ["holds", "inconclusive", "does not hold"]
+    assert [of(*negatives, end) for end in (0, -tenth, -2 * tenth)] == ["holds", "inconclusive", "does not hold"]
+    assert of(*keys, 2 * tenth, half=1.0) == "not trained far enough" and of(*keys, 0, half=1.0) == "holds"
 
 
 def test_differences_are_the_distances_from_the_nearer_plain_layer_at_the_end_and_in_the_course():
