@@ -154,10 +154,7 @@ def claimed(task: str) -> list[str]:
 @experiment(
     "DUAL sec. 4 and 5, figs. 3, 10 to 13",
     "Do regularised, augmented and negative attention train better than plain attention?",
-    cost=(
-        "seconds",
-        "about two hours on one core",
-    ),
+    cost=("seconds", "about two hours on one core"),
     d_x=(dict(linear=11, exponential=5), D_X),
     n_demonstrations=15,
     batch_size=(2, 8),

@@ -7,7 +7,8 @@ real model.
 The changes come from context distillation (:mod:`~kvlens.conversion.distillation`): the weights of attention
 (Q, K, V, O) or of the MLPs learn a prompt. If distillation were perfect, the prompt itself would be a solution. Two ways to
 find one are compared: *given keys*, chosen among keys of other texts, with values in closed form (`imitation`); and *free
-keys*, where gradient steps on the logits then change keys, weights and values.
+keys*, where gradient steps on the logits then change keys, weights and values. Beside them as many tokens are tuned at the
+embedding, by as many such steps: the bias that they leave in each layer is one that a prompt could leave.
 
     left = || imitated - changed || / || original - changed ||       of the logits, on texts that no fit has seen
 
@@ -34,7 +35,7 @@ is bounded on any text. Ridge and weight are chosen on held-out texts, and a lay
 negligible weight.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -69,7 +70,9 @@ SHOWN = 10
 """Gradient steps between two evaluations on the held-out texts."""
 FREE_RATE = 2e-2
 """Of Adam's first step, for keys, values and log-weights alike."""
-GIVEN, FREE, NULL, PROMPT = "given keys", "free keys", "given keys, null", "the prompt itself"
+Freed = tuple[list[Tensor], Callable[[], KVBias]]
+"""What gradient steps change, and the bias that is made of it."""
+GIVEN, FREE, NULL, PROMPT, TUNED = "given keys", "free keys", "given keys, null", "the prompt itself", "tuned embeddings"
 RIDGES, SHARES = (1.0, 1e-1, 1e-2, 1e-3), (0.3, 0.1, 0.03, 0.01, 0.003)
 """The candidates: the ridge relative to the mean diagonal of the normal equations, and the approximate mean share of a head's
 attention that its keys take together, in equal parts. (With the same weight for all keys, those with large scores dominate.)"""
@@ -140,16 +143,17 @@ def _imitate(model: HookedKVTransformer, part: str, settings: Settings, seed: in
         return {"way": way, "keys_per_head": r, "size_of_change": size, "left": left}
 
     yield row(PROMPT, len(prompt), exact)
-    given, free = (Best(model, changed, held_out(fitted)) for _ in range(2))
+    given, free, tuned = (Best(model, changed, held_out(fitted)) for _ in range(3))
     for r in settings["keys"]:
         fit = dict(r=r, n_candidates=settings["n_candidates"], generator=generator)
         bias = imitation(model, changed, fitted, others, **fit)
         yield row(GIVEN, r, given.of(bias))
         if settings["free_steps"]:
             free.of(bias)
-            for later in freed(model, changed, bias, fitted, settings["free_steps"], generator):
-                free.of(later)
-            yield row(FREE, r, free.bias)
+            for way, best, start in ((FREE, free, free_keys(bias)), (TUNED, tuned, free_embeddings(model, r, generator))):
+                for later in descended(model, changed, start, fitted, settings["free_steps"], generator):
+                    best.of(later)
+                yield row(way, r, best.bias)
     yield row(NULL, r, imitation(model, changed, fitted, others, flip=True, **fit))
 
 
@@ -187,34 +191,47 @@ class Best:
         return self.bias
 
 
-def freed(
+def free_keys(bias: KVBias) -> Freed:
+    """Keys, weights and values of ``bias``."""
+    one = as_batch(bias, 1)
+    state = Changes.of(one)
+    return state.free(), lambda: state.bias(one).select_prompt(0)
+
+
+def free_embeddings(model: HookedKVTransformer, r: int, generator: torch.Generator) -> Freed:
+    """Embeddings of ``r`` tokens before the text, which start as those of random ones, and what they leave in each layer."""
+    soft = model.W_E[torch.randint(len(model.W_E), (r,), generator=generator)].detach().clone().requires_grad_()
+    put = [("hook_embed", lambda x, hook: soft.expand(x.shape))]
+    return [soft], lambda: convert_prompt(model, torch.zeros(r, dtype=torch.long), fwd_hooks=put, detach=False)
+
+
+def descended(
     model: HookedKVTransformer,
     changed: HookedKVTransformer,
-    bias: KVBias,
+    freed: Freed,
     texts: Int[Tensor, "text pos"],
     steps: int,
     generator: torch.Generator,
 ) -> Iterator[KVBias]:
-    """Improve ``bias`` by gradient steps on the squared error of the logits; keys, weights and values are free.
+    """Gradient steps on the squared error of the logits, over tensors and the bias that is made of them.
 
     Yields the bias after every :data:`SHOWN` steps, and at the end. The texts that are :func:`held_out` are not read.
     """
     texts = texts[: -len(held_out(texts))]
     aim, before = _logits(changed, texts), _logits(model, texts)
-    one = as_batch(bias, 1)
-    state = Changes.of(one)
+    free, bias = freed
 
     def loss_on(rows: Int[Tensor, " row"]) -> Float[Tensor, ""]:
-        with model.holding(state.bias(one).select_prompt(0)):
+        with model.holding(bias()):
             logits = model(texts[rows], attention_mask=torch.ones_like(texts[rows]))
         off = logits - logits.mean(dim=-1, keepdim=True) - aim[rows]
         return off.square().sum() / (before[rows] - aim[rows]).square().sum()
 
     how: dict[str, Any] = dict(n_rows=len(texts), rows_per_step=TEXTS_PER_STEP, steps=steps, generator=generator)
-    for step, _ in enumerate(descend(state.free(), loss_on, learning_rate=FREE_RATE, **how), start=1):
+    for step, _ in enumerate(descend(free, loss_on, learning_rate=FREE_RATE, **how), start=1):
         if step % SHOWN == 0 or step == steps:
             with torch.no_grad():
-                now = state.bias(one).select_prompt(0)
+                now = bias()
             yield now
 
 
@@ -480,8 +497,15 @@ def compare(changes: pd.DataFrame) -> Iterator[Comparison]:
         elif way == PROMPT:
             claim = "the weights that learned a prompt act on other texts as the prompt does (a share below 1)"
         else:
-            claim = "virtual keys reproduce part of a change of the weights (a share below 1)"
+            what = "a prompt tuned at the embedding reproduces" if way == TUNED else "virtual keys reproduce"
+            claim = f"{what} part of a change of the weights (a share below 1)"
         yield Comparison.tested_on(name, claim, left.to_numpy(), 1.0, below=way != NULL)
+    wide = changes.pivot_table(index="change", columns=["part", "way", "keys_per_head"], values="left", sort=False)
+    for part, way, r in wide.columns:
+        if way == TUNED:
+            less = wide[part, TUNED, r] - wide[part, FREE, r]
+            name = f"share of a change of {NAMES[part]} that tuned embeddings leave, less that of free keys, {r} each"
+            yield Comparison.tested_on(name, "a bias can be changed further than by a prompt's embeddings", less.to_numpy())
 
 
 def draw(table: pd.DataFrame) -> Figure:

@@ -4,10 +4,8 @@ A problem is a set of equations in random order and a question; the solution sol
 equation of the next variable and the values after the names of its operands, which takes repeated induction. A row "TrX-TeY" of
 the paper's table trains with at most X operations and tests with exactly Y.
 
-The answer is scored in three ways. *some step*, as in the paper: the model is given the question and writes the solution
-greedily, with room for one more step than needed; any of the steps must give the requested variable its correct value. *free*:
-the same, but the token at the answer's own position must be correct. *forced*: the model reads the correct solution up to the
-answer, and predicts only the last number.
+The answer is scored as in the paper: the model is given the question and writes the solution greedily, with room for one more
+step than needed; any of the steps must give the requested variable its correct value.
 """
 
 from collections.abc import Iterator, Mapping
@@ -32,18 +30,14 @@ PRINTED = {
     "Tr12-Te15": {PLAIN: 0.8154, SHIFTED: 0.8909},
     "Tr21-Te24": {PLAIN: 0.8711, SHIFTED: 0.9062},
 }
-"""Table 7: accuracy, scored by "some step"."""
-SOME_STEP = "some step"
-COLUMNS = ["model", "seed", "n_ops", "way", "accuracy", "row", "stands_for", "max_ops", "test_ops", "chance"]
+"""Table 7: accuracy."""
+COLUMNS = ["model", "seed", "n_ops", "accuracy", "row", "stands_for", "max_ops", "test_ops", "chance"]
 
 
 @experiment(
     "KVSA table 7, app. I",
     "Does KV shift help to solve longer chains of arithmetic than a model was trained on?",
-    cost=(
-        "a few seconds",
-        "twenty minutes on one core",
-    ),
+    cost=("a few seconds", "twenty minutes on one core"),
     task=dict(modulus=(3, 5), n_names=(4, 6)),
     rows=(
         [dict(max_ops=1, test_ops=2, stands_for="Tr12-Te15")],
@@ -74,8 +68,7 @@ def arithmetic(settings: Settings, tell: Tell) -> Reproduction:
             f"{settings['model']['n_layers']} layers of width {settings['model']['d_model']}, seeds {settings['seeds']}, "
             f"{settings['training']['steps']} steps: chosen for a small machine, not the paper's.",
             "As in the paper an answer is correct if any step of the solution that the model writes gives the requested value; "
-            "there is room for one more step than needed. The table also has the accuracy at the answer's own position, after "
-            "the model's solution and after the correct one.",
+            "there is room for one more step than needed.",
         ],
     )
 
@@ -96,25 +89,17 @@ def cells(settings: Settings) -> Iterator[Cell]:
 
 
 def examine(task: ArithmeticTask, n_problems: int, label: str, seed: int, model: HookedKVTransformer) -> list[dict[str, Any]]:
-    """One row for each number of operations and way of scoring."""
+    """One row for each number of operations."""
     fixed = dict(max_ops=task.max_ops, test_ops=task.test_ops, chance=task.chance)
     return [
-        dict(model=label, seed=seed, n_ops=n_ops, way=way, accuracy=share, **fixed)
+        dict(model=label, seed=seed, n_ops=n_ops, accuracy=answer_accuracy(model, task, n_ops, n_problems, seed), **fixed)
         for n_ops in range(1, task.test_ops + 1)
-        for way, share in answer_accuracy(model, task, n_ops, n_problems, seed).items()
     ]
 
 
 @torch.no_grad()
-def answer_accuracy(
-    model: HookedKVTransformer, task: ArithmeticTask, n_ops: int, n_problems: int, seed: int = 0
-) -> dict[str, float]:
-    """The share of correct answers, on held-out problems of exactly ``n_ops`` operations.
-
-    Returns:
-        "some step": a step that the model wrote gives the requested variable its value; "free": the token at the answer's own
-        position is correct; "forced": so is the prediction after the correct solution.
-    """
+def answer_accuracy(model: HookedKVTransformer, task: ArithmeticTask, n_ops: int, n_problems: int, seed: int = 0) -> float:
+    """The share of held-out problems of exactly ``n_ops`` operations of which a written step has the requested value."""
     exact = replace(task, test_ops=n_ops)
     inputs, targets, _ = exact.heldout(n_problems, seed)
     question, solution = exact.question_length(n_ops), exact.solution_length(n_ops)
@@ -124,22 +109,13 @@ def answer_accuracy(
     how: dict[str, Any] = dict(do_sample=False, stop_at_eos=False, prepend_bos=False, return_type="tokens", verbose=False)
     text = model.generate(inputs[:, :question], max_new_tokens=solution + STEP_LENGTH, **how)
     asked = inputs[:, question - 2]  # "? v :"
-    forced = model(inputs)[:, -1].argmax(dim=-1)
-    return {
-        SOME_STEP: _share(exact.some_step_answers(text[:, question:], asked, right)),
-        "free": _share(text[:, answer] == right),
-        "forced": _share(forced == right),
-    }
-
-
-def _share(is_right: torch.Tensor) -> float:
-    return float(is_right.double().mean())
+    return float(exact.some_step_answers(text[:, question:], asked, right).double().mean())
 
 
 def untrained(curves: pd.DataFrame, answers: pd.DataFrame) -> dict[str, str | None]:
     """Say by row what is too little trained: plain must solve the longest training problems, both curves must be flat."""
     found = {}
-    for name, rows in _scored(answers).groupby("row", sort=False):
+    for name, rows in answers.groupby("row", sort=False):
         goal = Goal(rows["chance"].iloc[0], best=1.0, y="accuracy")
         solved = rows[(rows["n_ops"] == rows["max_ops"]) & (rows["model"] == PLAIN)].assign(step=0)
         course = of_heldout(curves[curves["row"] == name])
@@ -148,16 +124,12 @@ def untrained(curves: pd.DataFrame, answers: pd.DataFrame) -> dict[str, str | No
     return found
 
 
-def _scored(answers: pd.DataFrame) -> pd.DataFrame:
-    return answers[answers["way"] == SOME_STEP]
-
-
 def compare(answers: pd.DataFrame, why: Mapping[str, str | None]) -> list[Comparison]:
     """Compare each row's two numbers, and the lead of the shifted model on the longest training problems.
 
-    Both are scored by "some step", as in the paper, and tested seed by seed; ``why`` is that of `untrained`.
+    They are tested seed by seed; ``why`` is that of `untrained`.
     """
-    by_row = _scored(answers).groupby("row", sort=False)
+    by_row = answers.groupby("row", sort=False)
     return [one.unless(why.get(str(name))) for name, rows in by_row for one in _compare_row(rows)]
 
 
@@ -180,8 +152,8 @@ def _compare_row(rows: pd.DataFrame) -> Iterator[Comparison]:
 
 def draw(answers: pd.DataFrame) -> Figure:
     """Accuracy against the number of operations; numbers that were not trained on are shaded."""
-    scored, title = _scored(answers), "Share correct in some step of the generated solution; shaded: longer than in training"
-    figure = draw_panels(scored, "n_ops", panel="row", title=title, colors=MODEL_COLORS, ticks=True)
-    for axes, (_, rows) in zip(figure.axes, scored.groupby("row", sort=False), strict=True):
+    title = "Share correct in some step of the generated solution; shaded: longer than in training"
+    figure = draw_panels(answers, "n_ops", panel="row", title=title, colors=MODEL_COLORS, ticks=True)
+    for axes, (_, rows) in zip(figure.axes, answers.groupby("row", sort=False), strict=True):
         axes.axvspan(rows["max_ops"].iloc[0] + 0.5, rows["test_ops"].iloc[0] + 0.5, color="#f1f5f9", zorder=0)
     return figure

@@ -8,23 +8,19 @@ initialization gives each kind a quarter. The free form lets coefficients leave 
 Heads of one run are not independent of each other, so whether a kind is in the majority is tested on runs: those of the free
 form of ``variants``, one share of heads for each seed. For a single model the counts are shown without a verdict.
 
-Other models are shipped ones, or folders. If ``watched.parquet`` is next to the weights (training with ``watch="shift_coef"``
-writes it), the course over training is shown as well. The shipped weights are those of the best evaluation, which need not be
-the last one of that course.
+Other models are shipped ones, or folders. How heads were early in training is told by a run that ends there.
 """
 
-import io
 import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
-import torch
 from matplotlib.figure import Figure
 
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError, nearest
-from kvlens.files import read_listed
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.kv_shift import coefficients_from_parameter
 from kvlens.papers.harness.learned import Cell, train_cells
@@ -33,43 +29,33 @@ from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.kvsa.models import MORE_SEEDS, SMALL_MODEL, SMALL_RATES, SMALL_SEEDS, SMALL_TEXT, SMALL_TRAINING, TINY_TEXT
 from kvlens.tasks import make_task
-from kvlens.training.ship import WATCHED
 from kvlens.zoo import folder_of, names
 
 KINDS = {(True, True): 50, (False, True): 17, (True, False): 9, (False, False): 52}
 """(alpha_1 > alpha_2, beta_1 > beta_2) -> heads of that kind among the paper's 128."""
 N_PAPER = sum(KINDS.values())
 SAME, INDUCTION, OPPOSITE = [(True, True), (False, False)], (False, True), (True, False)
-EARLY, N_ALIKE_EARLY = 20 / 500, 47 + 43
-"""The share of training, and the heads on table 4's diagonal at that point: the second pair of counts in sec. 4.6."""
 NEGATIVE, FAR = -0.15, 0.49
 """The one head that the paper prints has alpha = (0.08, 0.43) and beta = (0.34, -0.15) (sec. 4.6, footnote): its negative
 coefficient, and how far from 1 the nearer of its sums is."""
 LETTERS = {"k": "alpha", "v": "beta"}
 PARAMETER = re.compile(r"blocks\.(\d+)\.attn\.([kv])_shift_coef")
-HEAD = ["model", "seed", "step", "layer", "head"]
+HEAD = ["model", "seed", "layer", "head"]
 TRAINED = "trained here"
 
 
 class Source(NamedTuple):
-    """A model, and its shift parameters over training as in :attr:`kvlens.training.TrainResult.watched` (may be empty).
-
-    ``seed`` tells the runs of one name apart.
-    """
+    """A model; ``seed`` tells the runs of one name apart."""
 
     name: str
     model: HookedKVTransformer
-    watched: pd.DataFrame
     seed: int = 0
 
 
 @experiment(
     "KVSA table 4",
     "Do trained shifted heads prefer the current or the previous token, and do coefficients leave [0, 1]?",
-    cost=(
-        "seconds",
-        "seconds after `variants`, whose runs it reads; a quarter of an hour on one core without them",
-    ),
+    cost=("seconds", "seconds after `variants`, whose runs it reads; a quarter of an hour on one core without them"),
     models=([], ["docs-shift", "docs-linear"]),
     train=(
         dict(
@@ -94,21 +80,14 @@ def coefficients(settings: Settings, tell: Tell) -> Reproduction:
     if settings["train"] is not None:
         sources += train_sources(settings["train"], tell)
     of_name = list({source.name: source for source in sources}.values())
-    coefficients = pd.concat([tidy(parameters_now(source), source) for source in sources], ignore_index=True)
-    course = pd.concat([tidy(source.watched, source) for source in sources], ignore_index=True)
+    coefficients = pd.concat([coefficients_of(source) for source in sources], ignore_index=True)
     for source in of_name:
         own = coefficients[coefficients["model"] == source.name]
         tell(f"{source.name}: {len(preferences(own))} heads, {outside_share(own):.0%} of the coefficients outside [0, 1]")
-    counts, shares = count_kinds(coefficients), shares_over_training(course)
-    tables = {"coefficients": coefficients, "counts": counts, "course": course, "shares": shares}
     return Reproduction(
-        tables={name: table for name, table in tables.items() if len(table)},  # no course without watched.parquet
+        tables={"coefficients": coefficients, "counts": count_kinds(coefficients)},
         figure=lambda: draw(preferences(coefficients)),
-        comparisons=[
-            row
-            for source in of_name
-            for row in compare(*(table[table["model"] == source.name] for table in (coefficients, course)))
-        ],
+        comparisons=[row for source in of_name for row in compare(coefficients[coefficients["model"] == source.name])],
         differences=[
             "The paper counts 128 pairs of key and value heads of a model of 2.9 billion parameters; here "
             + "; ".join(describe(source) for source in of_name)
@@ -133,9 +112,7 @@ def read_source(name: str) -> Source:
             f"{', '.join(names())}. `kvlens train docs-shift --out docs-shift` trains the model of this experiment, which "
             "is then found from the folder where the command ran"
         )
-    is_watched = (folder / WATCHED).is_file()
-    watched = pd.read_parquet(io.BytesIO(read_listed(folder, WATCHED))) if is_watched else no_course()
-    return Source(name, HookedKVTransformer.load(folder), watched)
+    return Source(name, HookedKVTransformer.load(folder))
 
 
 def train_sources(train: Settings, tell: Tell) -> list[Source]:
@@ -143,63 +120,31 @@ def train_sources(train: Settings, tell: Tell) -> list[Source]:
     sources: list[Source] = []
 
     def keep(label: str, seed: int, trained: Any) -> list[dict[str, Any]]:
-        sources.append(Source(label, trained, no_course(), seed))
+        sources.append(Source(label, trained, seed))
         return []
 
     train_cells([Cell(make_task("text", **train["task"]), {TRAINED: train["model"]}, examine=keep)], train, tell)
     return sources
 
 
-def no_course() -> pd.DataFrame:
-    """A watched frame without rows."""
-    return pd.DataFrame({"step": pd.Series(dtype=int), "parameter": pd.Series(dtype=str)}).assign(index=0, value=0.0)
-
-
-def parameters_now(source: Source) -> pd.DataFrame:
-    """The shift parameters of the model as it is, in the form of a watched frame; ``step`` is -1."""
-    found = {name: p.detach().float() for name, p in source.model.named_parameters() if PARAMETER.fullmatch(name)}
-    if {name.split(".")[-1][0] for name in found} != set(LETTERS):
-        raise KVLensError(
-            f"coefficients: {source.name!r} must shift both keys and values; its kv_shift is {source.model.cfg.kv_shift}"
-        )
-    rows = [
-        pd.DataFrame({"step": -1, "parameter": name, "index": range(p.numel()), "value": p.flatten().tolist()})
-        for name, p in found.items()
-    ]
-    return pd.concat(rows, ignore_index=True)
-
-
-def tidy(watched: pd.DataFrame, source: Source) -> pd.DataFrame:
-    """The coefficients as used, from the parameters as trained.
-
-    Args:
-        watched: columns step, parameter, index (flat, in [kv_head, window+1]), value.
-        source: the model they belong to.
-
-    Returns:
-        One row per coefficient: model, step, layer, head, coefficient ("alpha_1" ...), value.
-    """
+def coefficients_of(source: Source) -> pd.DataFrame:
+    """The coefficients as used, one row each: model, seed, layer, head, coefficient ("alpha_1" ...), value."""
     shift: Any = source.model.cfg.kv_shift
-    rows = watched[watched["parameter"].str.fullmatch(PARAMETER)].sort_values(["step", "parameter", "index"], ignore_index=True)
-    parts = rows["parameter"].str.extract(PARAMETER)
-    taps = shift.window + 1
-    parameter = torch.tensor(rows["value"].to_numpy(), dtype=torch.float64).view(-1, taps)
-    letter = parts[1].map(LETTERS)
-    return pd.DataFrame(
-        {
-            "model": source.name,
-            "seed": source.seed,
-            "step": rows["step"].astype("int64"),
-            "layer": parts[0].astype("int64"),
-            "head": rows["index"].astype("int64") // taps,
-            "coefficient": letter + "_" + (rows["index"] % taps + 1).astype(str),
-            "value": coefficients_from_parameter(parameter, shift.parametrization).flatten().numpy(),
-        }
-    )
+    found = {name: p.detach() for name, p in source.model.named_parameters() if PARAMETER.fullmatch(name)}
+    if {name.split(".")[-1][0] for name in found} != set(LETTERS):
+        raise KVLensError(f"coefficients: {source.name!r} must shift both keys and values; its kv_shift is {shift}")
+    tables = []
+    for name, parameter in sorted(found.items()):
+        layer, letter = re.findall(PARAMETER, name)[0]
+        used = coefficients_from_parameter(parameter.double(), shift.parametrization).numpy()
+        head, tap = (axis.flatten() for axis in np.indices(used.shape))
+        own = dict(layer=int(layer), head=head, coefficient=[f"{LETTERS[letter]}_{place + 1}" for place in tap])
+        tables.append(pd.DataFrame(dict(model=source.name, seed=source.seed, **own, value=used.flatten())))
+    return pd.concat(tables, ignore_index=True)
 
 
 def preferences(coefficients: pd.DataFrame) -> pd.DataFrame:
-    """One row per head (and step): its coefficients as columns, and ``kind``, one of the pairs that `KINDS` has as keys."""
+    """One row per head: its coefficients as columns, and ``kind``, one of the pairs that `KINDS` has as keys."""
     heads = coefficients.pivot_table(index=HEAD, columns="coefficient", values="value", sort=False).reset_index()
     heads.columns.name = None
     keys, values = heads["alpha_1"] > heads["alpha_2"], heads["beta_1"] > heads["beta_2"]
@@ -211,34 +156,17 @@ def count_kinds(coefficients: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for name, heads in preferences(coefficients).groupby("model", sort=False):
         for kind, paper in KINDS.items():
-            keys, values = (describe_side(letter, side) for letter, side in zip(LETTERS.values(), kind, strict=True))
+            sides = zip(LETTERS.values(), kind, strict=True)
+            keys, values = (f"{letter}_1 {'>' if current else '<='} {letter}_2" for letter, current in sides)
             count = sum(found == kind for found in heads["kind"])
             shares = dict(share=count / len(heads), paper=paper, paper_share=paper / N_PAPER)
             rows.append(dict(model=name, keys=keys, values=values, count=count, **shares))
     return pd.DataFrame(rows)
 
 
-def describe_side(letter: str, current: bool) -> str:
-    """``"alpha_1 > alpha_2"`` or ``"alpha_1 <= alpha_2"``."""
-    return f"{letter}_1 {'>' if current else '<='} {letter}_2"
-
-
 def outside_share(coefficients: pd.DataFrame) -> float:
     """The share of coefficients below 0 or above 1."""
     return float((~coefficients["value"].between(0, 1)).mean())
-
-
-def shares_over_training(course: pd.DataFrame) -> pd.DataFrame:
-    """One row per model and step: the share of each kind of head, and that of coefficients outside [0, 1]."""
-    labels = {kind: f"{describe_side('alpha', kind[0])}, {describe_side('beta', kind[1])}" for kind in KINDS}
-    columns = ["model", "step", *labels.values(), "outside [0, 1]"]
-    if course.empty:
-        return pd.DataFrame(columns=columns)
-    heads = preferences(course)
-    counts = pd.crosstab([heads["model"], heads["step"]], heads["kind"].map(labels), normalize="index")
-    counts.columns.name = None
-    outside = course.groupby(["model", "step"])["value"].agg(lambda values: float((~values.between(0, 1)).mean()))
-    return counts.assign(**{"outside [0, 1]": outside}).reindex(columns=columns[2:], fill_value=0.0).reset_index()
 
 
 def sums(coefficients: pd.DataFrame) -> pd.Series:
@@ -247,21 +175,8 @@ def sums(coefficients: pd.DataFrame) -> pd.Series:
     return coefficients.groupby([*(coefficients[key] for key in HEAD), letters])["value"].sum()
 
 
-def heads_preferring_the_same(course: pd.DataFrame, share_done: float) -> str:
-    """Number of heads whose keys and values prefer the same token at a share of the course: "40 of 64 at step 500"."""
-    steps = sorted(set(course["step"].tolist()))
-    step = min(steps, key=lambda step: abs(step - share_done * steps[-1]))
-    kinds = preferences(course[course["step"] == step])["kind"]
-    return f"{sum(keys == values for keys, values in kinds)} of {len(kinds)} at step {step}"
-
-
-def compare(coefficients: pd.DataFrame, course: pd.DataFrame) -> Iterator[Comparison]:
-    """The heads of a model, or of the runs of one, against table 4.
-
-    Args:
-        coefficients: of the model as it is, with one ``seed`` for each run.
-        course: of its training; may be empty.
-    """
+def compare(coefficients: pd.DataFrame) -> Iterator[Comparison]:
+    """The heads of a model, or of the runs of one, with a ``seed`` for each, against table 4."""
     name = coefficients["model"].iloc[0]
     counts = count_kinds(coefficients)
     n_heads = int(counts["count"].sum())
@@ -275,11 +190,6 @@ def compare(coefficients: pd.DataFrame, course: pd.DataFrame) -> Iterator[Compar
     ours, paper = (f"{sum(count[kind] for kind in SAME)} of {sum(count.values())}" for count in (by_kind, KINDS))
     alike = [sum(kind in SAME for kind in kinds) / len(kinds) for kinds in by_run]
     yield _majority(what, claim, ours, paper, alike, 0.5)
-    if len(course):
-        what = f"{name}: the same after {EARLY:.0%} of the training"
-        paper = f"{N_ALIKE_EARLY} of {N_PAPER} after 20B of 500B tokens"
-        claim = "in most heads keys and values prefer the same token early in training (sec. 4.6: 47 and 43 on the diagonal)"
-        yield Comparison.stated(what, claim, heads_preferring_the_same(course, EARLY), paper=paper)
     what = f"{name}: previous keys with current values (induction) against current keys with previous values"
     claim = "of the heads whose keys and values prefer different tokens, more are of the induction kind"
     ours, paper = (f"{count[INDUCTION]} against {count[OPPOSITE]}" for count in (by_kind, KINDS))

@@ -13,15 +13,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvlens.errors import check_known
-from kvlens.papers.harness.learned import (
-    Cell,
-    Goal,
-    differences_by_seed,
-    final_losses,
-    lead,
-    of_heldout,
-    train_cells,
-)
+from kvlens.papers.harness.learned import Cell, Goal, final_losses, lead, of_heldout, train_cells
 from kvlens.papers.harness.plots import draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
@@ -62,10 +54,7 @@ CLEAR = (NONE, "window 2")
 @experiment(
     "KVSA fig. 8, app. J",
     "Which form of KV shift trains a language model best: which projections, which window, bounded or free?",
-    cost=(
-        "seconds",
-        "two hours on one core (132 runs)",
-    ),
+    cost=("seconds", "two hours on one core (132 runs)"),
     task=TEXT_TASK,
     model=MODEL,
     variants=list(CLAIMS),
@@ -79,7 +68,7 @@ def variants(settings: Settings, tell: Tell) -> Reproduction:
     curves, _ = train_cells(cells(settings), settings, tell)
     finals = final_losses(curves)
     return Reproduction(
-        tables={"course": curves, "variants": summarize(finals)},
+        tables={"course": curves, "variants": finals},
         figure=lambda: draw(finals),
         comparisons=compare(finals, untrained(of_heldout(curves), text_goal(settings["task"]))),
         differences=[
@@ -106,25 +95,6 @@ def cells(settings: Settings) -> Iterator[Cell]:
             yield Cell(task, {label: models[label] for label in labels}, seeds=seeds)
 
 
-def summarize(finals: pd.DataFrame) -> pd.DataFrame:
-    """One row per variant, the lowest loss first: held-out loss and its difference from the free form's, over seeds."""
-    rows = []
-    for label in finals["model"].unique():
-        own = finals[finals["model"] == label]
-        difference = pd.Series(differences_by_seed(finals, label, FREE, "heldout_loss"))
-        rows.append(
-            {
-                "model": label,
-                "seeds": len(own),
-                "heldout_loss": own["heldout_loss"].mean(),
-                "heldout_loss_spread": own["heldout_loss"].std(),
-                "above_free": difference.mean(),
-                "above_free_spread": difference.std(),
-            }
-        )
-    return pd.DataFrame(rows).sort_values("heldout_loss", kind="stable", ignore_index=True)
-
-
 def untrained(heldout: pd.DataFrame, goal: Goal) -> dict[str, str | None]:
     """Say by variant what is too little trained: the free form must have learned, and a variant that is behind it be flat."""
     labels = heldout["model"].unique()
@@ -143,7 +113,10 @@ def compare(finals: pd.DataFrame, why: Mapping[str, str | None]) -> list[Compari
 
 def draw(finals: pd.DataFrame) -> Figure:
     """Plot each variant's held-out loss at the end minus the free form's, seed by seed; the best is on the left."""
-    free, order = finals[finals["model"] == FREE].set_index("seed")["heldout_loss"], summarize(finals)["model"].tolist()
-    above = finals.assign(above=finals["heldout_loss"] - finals["seed"].map(free), place=finals["model"].map(order.index))
+    free, order = (
+        finals[finals["model"] == FREE].set_index("seed")["heldout_loss"],
+        finals.groupby("model")["heldout_loss"].mean(),
+    )
+    above = finals.assign(above=finals["heldout_loss"] - finals["seed"].map(free), place=finals["model"].map(order.rank()))
     title = "Held-out loss above the free form's, same seed (nats); a dot per seed"
     return draw_panels(above.sort_values("place", kind="stable"), "place", "above", title=title, lines={FREE: 0.0}, dots=True)

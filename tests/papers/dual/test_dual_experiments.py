@@ -11,6 +11,7 @@ import torch
 from kvlens import HookedKVTransformer
 from kvlens.dual import layer
 from kvlens.dual.bert import read_examples
+from kvlens.ops import dual
 from kvlens.ops.attention_variants import naive_regularized
 from kvlens.papers.dual import bert_variants, dual_equivalence, dual_heads, dual_layer, dual_variants, random_features
 from kvlens.papers.dual.dual_equivalence import after_one_step
@@ -268,6 +269,49 @@ def test_rises_of_the_error_are_added_up(monkeypatch):
     )
     (found,) = dual_variants.compare_rises(rises)
     assert found.verdict == "holds"
+
+
+def normals(*shapes):
+    generator = torch.Generator().manual_seed(0)
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+
+
+def test_dai_et_als_form_is_linear_attention_and_fine_tuning_keys_and_values_is_not():
+    """App. F: attention over demonstrations and query is (W_ZSL + Delta W_ICL) q, both sums of outer products of values and
+    keys. Their fine-tuning, (W_V + Delta_V) X X^T (W_K + Delta_K)^T q, has the form alone: with one query token the matrix has
+    rank 1 for any Delta_V and Delta_K, so that by Eckart and Young most of the other cannot be had for all q.
+    """
+    d, n = 6, 20
+    W_K, W_V, demonstrations, query = normals((d, d), (d, d), (n, d), (1, d))
+    k, v = torch.cat([demonstrations, query]) @ W_K.T, torch.cat([demonstrations, query]) @ W_V.T
+    q = query[0]
+    attended = sum(v[j] * (k[j] @ q) for j in range(n + 1))
+    start = dual.mean_outer(k[n:], v[n:], torch.tensor(1.0).double())  # W_ZSL
+    added = dual.mean_outer(k[:n], v[:n], torch.tensor(1.0).double())  # Delta W_ICL
+    torch.testing.assert_close(dual.predict(dual.weight_after(start, added, 1), q[None])[0], attended, rtol=1e-11, atol=0)
+    torch.testing.assert_close(start, W_V @ query.T @ query @ W_K.T, rtol=1e-11, atol=1e-13)
+    sizes = torch.linalg.svdvals(start + added)
+    assert torch.linalg.matrix_rank(start) == 1
+    assert sizes[1:].norm() > 0.5 * sizes.norm()
+
+
+def test_the_optimum_of_the_dual_loss_of_a_regression_is_what_its_first_model_lacks():
+    """App. F, eq. 37 and 38: the loss is linear in the dual model's W, so there is an optimum in a ball only; for inputs whose
+    second moments are a multiple of the identity it is W - W_0 up to its length, and with W_0 the answer is right. For other
+    inputs it is not.
+    """
+    d_x, d_y, n = 4, 3, 12
+    W, W_0, drawn = normals((d_y, d_x), (d_y, d_x), (n, d_x))
+    even = torch.linalg.qr(drawn)[0] * n**0.5
+    for x, right in ((even, True), (drawn * torch.tensor([3.0, 1.0, 1.0, 0.2]).double(), False)):
+        residuals = x @ (W - W_0).T
+        free = torch.zeros(d_y, d_x, dtype=torch.float64, requires_grad=True)
+        (gradient,) = torch.autograd.grad(dual.dual_loss(free, x, residuals, torch.tensor(float(n)).double(), eta=1.0), free)
+        best = -gradient / gradient.norm() * (W - W_0).norm()  # the least of a linear function in the ball of that radius
+        off = float((best - (W - W_0)).norm() / (W - W_0).norm())
+        assert off <= 1e-11 if right else off > 0.1
+        if right:
+            torch.testing.assert_close(x @ (W_0 + best).T, x @ W.T, rtol=1e-11, atol=1e-13)
 
 
 def test_sentences_are_acceptable_or_have_one_fault():

@@ -601,6 +601,25 @@ def test_the_prompts_part_of_softmax_attention_is_an_mlp_as_wide_as_the_prompt()
     assert relative_error(own @ v / own.sum(-1, keepdim=True) + hidden @ W_out, z) > 0.1
 
 
+@pytest.mark.parametrize("row", ["rotary", "learned"])
+def test_a_prompt_tuned_at_the_embedding_is_a_bias_in_every_layer(row):
+    """Slides: "Prompt tuning can be seen as modifying the bias term" b_KV. Embeddings of no token convert as tokens do."""
+    model, text = model_of("softmax", row), tokens(1, 6, seed=2)
+    generator = torch.Generator().manual_seed(0)
+    soft = torch.randn(1, 4, model.cfg.d_model, generator=generator, dtype=torch.float64)
+
+    def put(x, hook):
+        return torch.cat([soft, x[:, 4:]], dim=1)
+
+    unused = torch.zeros(1, 4, dtype=torch.long)
+    with model.hooks(fwd_hooks=[("hook_embed", put)]):
+        behind = model(torch.cat([unused, text], dim=1))[:, 4:]
+    bias = convert_prompt(model, unused, fwd_hooks=[("hook_embed", put)])
+    assert relative_error(logits_under(model, bias, text), behind) < LAW
+    assert relative_error(logits_under(model, convert_prompt(model, unused), text), behind) > 0.01
+    assert all(part.b_kv.norm() > 0.01 for part in bias.attention) and len(bias.attention) > 1
+
+
 # --- stored-bias ---
 
 

@@ -156,8 +156,11 @@ def test_free_keys_do_not_see_the_texts_that_choose_among_them(texts):
     others = texts.clone()
     others[-len(weights_to_prompt.held_out(texts)) :] = 0
     assert not torch.equal(others, texts)
-    found = [[*weights_to_prompt.freed(model, changed, bias, x, 3, torch.Generator())][-1] for x in (texts, others)]
-    one, other = (each.stacked("b_kv") for each in found)
+
+    def found(x):
+        yield from weights_to_prompt.descended(model, changed, weights_to_prompt.free_keys(bias), x, 3, torch.Generator())
+
+    one, other = ([*found(x)][-1].stacked("b_kv") for x in (texts, others))
     assert torch.equal(one, other) and not torch.equal(one, bias.stacked("b_kv"))
 
 
@@ -166,14 +169,18 @@ def test_gradient_steps_lower_the_error_of_the_texts_that_they_read():
     generator = torch.Generator().manual_seed(2)
     fitted, others = torch.randint(19, (2, 16, 11), generator=generator)
     given = weights_to_prompt.imitation(model, changed, fitted, others, 4, generator, n_candidates=32)
-    *_, free = weights_to_prompt.freed(model, changed, given, fitted, 30, generator)
+    *_, free = weights_to_prompt.descended(model, changed, weights_to_prompt.free_keys(given), fitted, 30, generator)
+    start = weights_to_prompt.free_embeddings(model, 4, generator)
+    soft, random = start[0][0].detach().clone(), start[1]()
+    *_, tuned = weights_to_prompt.descended(model, changed, start, fitted, 30, generator)
+    assert start[0][0].shape == (4, model.cfg.d_model) and not torch.equal(start[0][0], soft)
     aim = weights_to_prompt._logits(changed, fitted)
 
     def off(bias) -> float:
         with model.kv_bias(bias):
             return float((weights_to_prompt._logits(model, fitted) - aim)[:12].norm())  # the last four are held out
 
-    assert off(free) < 0.8 * off(given)
+    assert off(free) < 0.8 * off(given) and off(tuned) < 0.8 * off(random)
 
 
 @pytest.mark.parametrize(

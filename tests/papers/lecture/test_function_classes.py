@@ -381,3 +381,38 @@ def test_soft_attention_with_large_scores_is_hard_attention():
     soft, hard = (naive_softmax_attention(queries, x, values, scale, causal=False).z[0, :, 0, 0] for scale in (1.0, 1e-3))
     torch.testing.assert_close(hard, closest.double(), rtol=0, atol=1e-11)
     assert (soft - closest).abs().max() > 0.5
+
+
+def test_the_layer_as_printed_adds_nothing_to_its_mlp_and_is_equivariant():
+    """Sec. 2.3: X~ = MLP(Y(X) + X), written out; a layer of the models here adds Y(X) + X to that, and has norms before."""
+    size = dict(n_layers=1, n_heads=2, d_model=8, d_head=4, d_mlp=16, n_ctx=5, d_vocab=1, act_fn="gelu", seed=3)
+    kind = dict(normalization_type=None, attention_dir="bidirectional", positional_embedding_type="none", dtype=torch.float64)
+    model, seen = HookedKVRegressor(HookedKVTransformerConfig(**size, **kind), 8).requires_grad_(False), {}
+    block, generator = model.transformer.blocks[0], torch.Generator().manual_seed(0)
+    for weights in (block.attn.W_Q, block.attn.b_O, block.mlp.b_in, block.mlp.b_out):
+        weights.normal_(generator=generator)  # heads that are not uniform, and nothing that is 0
+    printed = [
+        ("blocks.0.hook_resid_pre", lambda x, hook: seen.__setitem__("X", x)),
+        ("blocks.0.hook_mlp_out", lambda out, hook: seen.__setitem__("mlp", out)),
+        ("blocks.0.hook_resid_post", lambda x, hook: seen.__setitem__("usual", x) or seen["mlp"]),
+    ]
+
+    def layer(x):
+        with model.transformer.hooks(
+            fwd_hooks=[*printed, ("blocks.0.hook_resid_post", lambda x, hook: seen.__setitem__("X~", x))]
+        ):
+            model(x)
+        return seen["X~"], seen["X"], seen["usual"]
+
+    drawn = torch.randn(2, 5, 8, generator=generator, dtype=torch.float64)
+    out, x, usual = layer(drawn)
+    attn = block.attn
+    heads = [(x @ W_Q + b_Q, x @ W_K + b_K, x @ W_V + b_V) for W_Q, b_Q, W_K, b_K, W_V, b_V in zip(
+        attn.W_Q, attn.b_Q, attn.W_K, attn.b_K, attn.W_V, attn.b_V, strict=True)]  # fmt: skip
+    y = sum((q @ k.mT / model.cfg.attn_scale).softmax(-1) @ v @ W_O for (q, k, v), W_O in zip(heads, attn.W_O, strict=True))
+    y = y + attn.b_O
+    hidden = torch.nn.functional.gelu((y + x) @ block.mlp.W_in + block.mlp.b_in)
+    assert relative_error(out, hidden @ block.mlp.W_out + block.mlp.b_out) < 1e-11 < 0.1 < relative_error(usual, out)
+    assert relative_error(usual, out + y + x) < 1e-11
+    order = torch.tensor([3, 0, 4, 1, 2])
+    assert relative_error(layer(drawn[:, order])[0], out[:, order]) < 1e-11 < relative_error(out[:, order], out)
