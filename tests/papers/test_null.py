@@ -218,7 +218,7 @@ def bias_runs(runs):
 
 def dual_variants_runs(runs):
     ratios = stacked(
-        runs.table(v, task=t, model=m, half=v, end=v, course=v)
+        runs.table(v, task=t, model=m, half=v, end=v, apart=v, course=v)
         for (t, m), claim in dual_variants.CLAIMS.items()
         for v in [runs(lead=1) - runs() + claim.bound]
     )

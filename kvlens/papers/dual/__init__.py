@@ -38,7 +38,7 @@ Then $f(q)$ with $W_1$ is the head's output at the query, exactly, for every lea
 | eq. 33, app. D.1: the ridge solution instead of the step | `kvlens.model.attention_variant.Ridge`, `kvlens.ops.attention_variants.ridge_attention` |
 | eq. 20-23, theorem B.1: a whole transformer layer | `kvlens.dual.DualLayer`, `kvlens.ops.dual_layers.fold_mlp`; `kvlens.papers.dual.dual_layer` |
 | eq. 24-25, theorem B.2: several attention layers, PrefixLM | `kvlens.ops.dual_layers.dual_of_prefix_lm`, `kvlens.ops.dual_layers.through_layers` |
-| sec. 5, app. E: the variants on regression | `kvlens.papers.dual.dual_variants` |
+| sec. 5, app. D.2, D.3 and E: the variants on regression, a convolution, other negatives | `kvlens.papers.dual.dual_variants` |
 | app. E.5: the variants in a BERT, keys and values augmented beside the projections | `kvlens.dual.bert`, ``parallel`` of `kvlens.model.attention_variant.Augmented`; `kvlens.papers.dual.bert_variants` |
 | app. E.1: random features | `kvlens.papers.dual.random_features` |
 | app. E.4: rank of $W_{FFN} W_V$ | `kvlens.ops.dual_layers.rank_bound` |

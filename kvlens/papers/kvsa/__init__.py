@@ -46,7 +46,7 @@ token, and copies it: an induction head, in one layer.
 | figure 8, sec. 4.7: variants | `kvlens.papers.kvsa.variants` |
 | figure 9, app. H: hops | `kvlens.papers.kvsa.hops`, task `kvlens.tasks.HopsTask` |
 | table 7, app. I: arithmetic | `kvlens.papers.kvsa.arithmetic`, task `kvlens.tasks.ArithmeticTask` |
-| app. J: queries shifted too | ``queries=True`` of `kvlens.KVShiftConfig` |
+| app. J: queries shifted too, the shift elsewhere | ``queries=True`` of `kvlens.KVShiftConfig`, `kvlens.papers.kvsa.induction_width` |
 
 # Settings as printed, and here
 
@@ -76,6 +76,7 @@ take 128.
 | fig. 6, caption | steps of 0.5M tokens (1.5 and 6.7 billion parameters) and 1M (13 billion) | 1M and 2M: sec. 4.1, and table 6's GPUs times sequences |
 | sec. 4.1 | 1,000 steps of warm-up; "Llama's original vocabulary size of 36000" | 600 and 3,000 at 2.9 and 19 billion (table 6); Llama's is 32,000 |
 | definition 1, theorem 2 | IH sums over $s = 2, \dots, L-1$ | attention also sees $s = 1$ and $s = L$; the equality holds for the sum over all visible tokens |
+| app. A, the bound | $4 \lVert I / \sigma \rVert e^{-p} / (1 - e^{-p})$ for any input | of entries of at most 1 in size; $R$ in size, $R^3$ times that |
 | app. E, code of figure 2 | ``a2+beta2``, and a call with one argument too many | ``a2*beta2``, as in eq. 10 |
 | the first token | has no predecessor: zeros | its shifted value is $\beta_1$ times its own value, which is why ``fold_value_biases`` is refused for shifted models |
 """  # noqa: E501

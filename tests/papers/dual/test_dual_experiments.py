@@ -184,15 +184,19 @@ def test_what_is_comparable_is_held_against_a_tenth():
     """Nothing to find holds; twice a tenth does not, unless the ratio still goes to one; a tenth itself is undecided."""
 
     def of(task, model, end, half=0.0):
-        noisy = [end + x for x in (-0.01, 0.01) * 4]
-        table = pd.DataFrame(dict(task=task, model=model, seed=range(8), half=half, end=noisy, course=0.0))
+        noisy = np.array([end + x for x in (-0.01, 0.01) * 4])
+        table = pd.DataFrame(dict(task=task, model=model, seed=range(8), half=half, end=noisy, apart=abs(noisy), course=0.0))
         return dual_variants.compare(table, {})[0].verdict
 
     tenth, keys = dual_variants.A_TENTH, ("trigonometric", "augmented keys, 1 layer")
     negatives = ("exponential", dual_variants.LOWEST)
-    assert [of(*keys, end) for end in (0, tenth, 2 * tenth)] == ["holds", "inconclusive", "does not hold"]
-    assert [of(*negatives, end) for end in (0, -tenth, -2 * tenth)] == ["holds", "inconclusive", "does not hold"]
-    assert of(*keys, 2 * tenth, half=1.0) == "not trained far enough" and of(*keys, 0, half=1.0) == "holds"
+    far = {0: "holds", tenth: "inconclusive", 2 * tenth: "does not hold", -2 * tenth: "does not hold"}
+    assert {end: of(*keys, end) for end in far} == far
+    assert [of(*negatives, end) for end in (0, 2 * tenth, -tenth, -2 * tenth)] == ["holds"] * 2 + [
+        "inconclusive",
+        "does not hold",
+    ]
+    assert of(*negatives, -2 * tenth, half=-4.0) == "not trained far enough" and of(*negatives, 0, half=-1.0) == "holds"
 
 
 def test_differences_are_the_distances_from_the_nearer_plain_layer_at_the_end_and_in_the_course():
