@@ -110,7 +110,7 @@ class RegressionLayer:
         if not self.variant.convolved:
             return _per_seed(v, self.value_mlp, gelu)
         moved = (pad(v, (0, 0, 1, 1))[..., by : by + v.shape[-2], :] for by in range(3))
-        return gelu(sum(_per_seed(x, [w]) for x, w in zip(moved, self.value_mlp, strict=True)))
+        return gelu(torch.stack([_per_seed(x, [w]) for x, w in zip(moved, self.value_mlp, strict=True)]).sum(dim=0))
 
     def mean_negative(self, x: Tensor, v: Tensor, scores: Tensor) -> Float[Tensor, "seed batch #query d"]:
         """Mean value of each query's negatives; noise is drawn anew in each pass, as x is, and is the same for all seeds."""

@@ -69,7 +69,7 @@ NAMES = {"attention": "attention", "mlp": "the MLPs"}
 SHOWN = 10
 """Gradient steps between two evaluations on the held-out texts."""
 FREE_RATE = 2e-2
-"""Of Adam's first step, for keys, values and log-weights alike."""
+"""Of Adam's first step, for keys, values, log-weights and embeddings alike."""
 Freed = tuple[list[Tensor], Callable[[], KVBias]]
 """What gradient steps change, and the bias that is made of it."""
 GIVEN, FREE, NULL, PROMPT, TUNED = "given keys", "free keys", "given keys, null", "the prompt itself", "tuned embeddings"
@@ -150,8 +150,8 @@ def _imitate(model: HookedKVTransformer, part: str, settings: Settings, seed: in
         yield row(GIVEN, r, given.of(bias))
         if settings["free_steps"]:
             free.of(bias)
-            for way, best, start in ((FREE, free, free_keys(bias)), (TUNED, tuned, free_embeddings(model, r, generator))):
-                for later in descended(model, changed, start, fitted, settings["free_steps"], generator):
+            for way, best, freed in ((FREE, free, free_keys(bias)), (TUNED, tuned, free_embeddings(model, r, generator))):
+                for later in descended(model, changed, freed, fitted, settings["free_steps"], generator):
                     best.of(later)
                 yield row(way, r, best.bias)
     yield row(NULL, r, imitation(model, changed, fitted, others, flip=True, **fit))
