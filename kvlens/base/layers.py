@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, linear
+from torch.nn.functional import layer_norm, linear, rms_norm
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import SUPPORTED_ACTIVATIONS, get_offset_position_ids
 from transformer_lens.utilities.activation_functions import XIELU
@@ -50,11 +50,14 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Normalized over the last axis; ``hook_scale`` shows what x is divided by, ``hook_normalized`` the quotient.
 
-        A LayerNorm of which neither is hooked is torch's fused one, equal up to rounding.
+        Where neither is hooked it is torch's own, equal up to rounding.
         """
-        is_plain = self.centers and x.dtype in FULL and not torch.is_autocast_enabled(x.device.type)
+        is_plain = x.dtype in FULL and self.cfg.dtype in FULL and not torch.is_autocast_enabled(x.device.type)
         if is_plain and not is_hooked(self.hook_scale, self.hook_normalized):
-            return layer_norm(x, x.shape[-1:], getattr(self, "w", None), getattr(self, "b", None), self.eps)
+            weight = getattr(self, "w", None)
+            if not self.centers:
+                return rms_norm(x, x.shape[-1:], weight, self.eps)
+            return layer_norm(x, x.shape[-1:], weight, getattr(self, "b", None), self.eps)
         x = x if self.cfg.dtype in FULL else x.float()
         if self.centers:
             x = x - x.mean(dim=-1, keepdim=True)
@@ -141,7 +144,7 @@ class GatedMLP(_Dense):
         if self.normed:
             features = self.ln(self.hook_mid(features))
         else:
-            features = features * self.hook_pre_linear(linear(x, self.W_in.T)) + self.b_in
+            features = torch.addcmul(self.b_in, features, self.hook_pre_linear(linear(x, self.W_in.T)))
         return linear(self.hook_post(features), self.W_out.T, self.b_out)
 
 

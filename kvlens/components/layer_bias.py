@@ -91,7 +91,7 @@ class LayerBias(NamedTuple):
     Attributes:
         part: the tensors of the bias themselves, so that those in training are read as they are then.
         last: the raw rows "k", "v" and "q" before the text, :attr:`kvlens.kv_bias.Layer.last`.
-        position_offset: the position at which the text starts.
+        position_offset: the position at which the text starts; of each row only where rows differ.
         n_prompts: the size of the axis ``batch`` of the bias; here it is 1 where all rows are the same one, but for hooks.
         unhooked, extra: what :meth:`through_hooks` and :meth:`extra_keys` gave.
     """
@@ -107,7 +107,8 @@ class LayerBias(NamedTuple):
     def of(cls, bias: KVBias, layer: int, device: torch.device) -> "LayerBias":
         """Of ``layer``, numbered among all layers of the model."""
         held, offset = bias.layers[layer].once(), bias.position_offset
-        offset = offset.to(device) if isinstance(offset, Tensor) else offset
+        if isinstance(offset, Tensor):
+            offset = int(offset[0]) if bool((offset == offset[0]).all()) else offset.to(device)
         return cls(held.attention, held.last, offset, bias.n_rows, Remembered(), Remembered())
 
     def of_every_prompt(self, b: Tensor) -> Tensor:
