@@ -281,7 +281,7 @@ class KVTransformerBridge(TransformerBridge):
 
     def read_prompt(self, prompt: PromptBatch, with_queries: bool = False) -> PromptReading:
         """See :meth:`kvlens.model.protocol.ReadsPrompts.read_prompt`."""
-        tokens, mask, _, keeps_positions = prompt
+        tokens, mask, keeps_positions = prompt.tokens, prompt.mask, prompt.keeps_positions
         if self.attached_kv_bias is None:
             self._check_room(tokens.shape[1] - 1 if mask is None or keeps_positions else int(mask.sum(dim=1).max()) - 1, 0)
         seen: Seen = {}

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kvlens.base import PosEmbed, TransformerBlock
 from kvlens.components.attention import GroupedQueryKVAttention, KVAttention
-from kvlens.components.heads import all_take_positions, counted_by, is_hooked
+from kvlens.components.heads import all_take_positions, counted_by, given_places, is_hooked
 from kvlens.errors import KVLensError
 
 
@@ -55,7 +55,10 @@ class _Offset(nn.Module):
         return isinstance(self.position_offset, Tensor) or self.position_offset != 0
 
     def positions(self, tokens: Tensor, past: int, attention_mask: Tensor | None) -> Int[Tensor, "#batch pos"]:
-        if counted_by(attention_mask) is None:
+        given = given_places()
+        if given is not None:
+            ids = given
+        elif counted_by(attention_mask) is None:
             ids = torch.arange(past, past + tokens.shape[-1], device=tokens.device)[None]
         else:
             assert attention_mask is not None

@@ -64,13 +64,18 @@ def through(hook: HookPoint, x: Tensor) -> Tensor:
     return hook(x)
 
 
-_KEPT: ContextVar[bool] = ContextVar("hidden_tokens_keep_positions", default=False)
+_KEPT: ContextVar[bool | Tensor] = ContextVar("hidden_tokens_keep_positions", default=False)
 
 
 @contextlib.contextmanager
-def hidden_tokens_keep_positions(keep: bool = True) -> Iterator[None]:
-    """Inside the block, in this thread only, tokens hidden by the attention mask keep their positions."""
-    before = _KEPT.set(keep)
+def hidden_tokens_keep_positions(keep: bool = True, places: Int[Tensor, "batch pos"] | None = None) -> Iterator[None]:
+    """Inside the block, in this thread only, tokens hidden by the attention mask keep their positions.
+
+    Args:
+        keep: whether they do.
+        places: then the positions of the tokens of a pass; None where none was left out.
+    """
+    before = _KEPT.set(keep if places is None else places)
     try:
         yield
     finally:
@@ -79,12 +84,18 @@ def hidden_tokens_keep_positions(keep: bool = True) -> Iterator[None]:
 
 def counted_by(attention_mask: Tensor | None) -> Tensor | None:
     """The mask of tokens that take up positions: ``attention_mask``, or None if every token does."""
-    return None if _KEPT.get() else attention_mask
+    return None if all_take_positions() else attention_mask
 
 
 def all_take_positions() -> bool:
     """Whether hidden tokens currently keep their positions in this thread."""
-    return _KEPT.get()
+    return _KEPT.get() is not False
+
+
+def given_places() -> Int[Tensor, "batch pos"] | None:
+    """The positions of the tokens of a pass in this thread, where tokens were left out of it."""
+    given = _KEPT.get()
+    return given if isinstance(given, Tensor) else None
 
 
 class NewTokens(NamedTuple):

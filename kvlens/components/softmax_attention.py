@@ -17,7 +17,7 @@ from torch import Tensor
 from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
 from transformer_lens.utilities import get_offset_position_ids
 
-from kvlens.components.heads import HeadOutputs, Heads, NewTokens, is_hooked, read_values, through
+from kvlens.components.heads import HeadOutputs, Heads, NewTokens, given_places, is_hooked, read_values, through
 from kvlens.kv_bias import Features, Keys
 from kvlens.ops.attention_variants import ridge_attention
 from kvlens.ops.rotary import rotate
@@ -197,7 +197,7 @@ class SoftmaxHeads(Heads):
     def _rotary_rows(self, x: Tensor, first: int, offset: int | Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin of the positions of ``x``, [batch or 1, pos, 1, rotary_dim], from the layer's tables."""
         attn, mask = self.attn, self.tokens.counted
-        whole = mask is None or bool(mask.all())
+        whole = given_places() is None and (mask is None or bool(mask.all()))
         if whole and isinstance(offset, int):
             last = first + offset + x.shape[1]
             rows: Any = slice(first + offset, last)
@@ -210,7 +210,9 @@ class SoftmaxHeads(Heads):
 
     def _positions(self, x: Tensor, first: int) -> Tensor:
         """Positions of ``x`` within the text, its first row at position ``first``: [batch or 1, pos]."""
-        mask = self.tokens.counted
+        mask, given = self.tokens.counted, given_places()
+        if given is not None:
+            return given
         if mask is not None:
             return get_offset_position_ids(first, mask)
         return torch.arange(first, first + x.shape[1], device=x.device)[None]

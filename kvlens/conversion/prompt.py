@@ -97,12 +97,14 @@ class Counterfactuals:
         tokens: of each variant, [row, pos]; those of deleted tokens do not count.
         kept: True at tokens that are read, [row, pos].
         positions: "kept", or "closed".
+        packed: whether deleted tokens are left out of a pass where positions are kept, too, and not only hidden in it.
     """
 
     original: Int[Tensor, " pos"]
     tokens: Int[Tensor, "row pos"]
     kept: Bool[Tensor, "row pos"]
     positions: Positions = "kept"
+    packed: bool = False
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -113,16 +115,17 @@ class Counterfactuals:
 
     def as_prompt(self) -> PromptBatch:
         """As a batch of prompts to convert: deleted tokens hidden in their positions, or moved behind the others as padding."""
-        if self.positions == "kept":
-            return PromptBatch(self.tokens, None if bool(self.kept.all()) else self.kept, True, keeps_positions=True)
-        if not bool(self.kept.any(dim=1).all()):
+        n_places = self.tokens.shape[1] if self.positions == "kept" else None
+        if n_places is not None and not self.packed:
+            return PromptBatch(self.tokens, None if bool(self.kept.all()) else self.kept, True, n_places)
+        if n_places is None and not bool(self.kept.any(dim=1).all()):
             raise KVLensError(
                 'counterfactuals: a row keeps no token, and positions="closed" leaves nothing to convert; keep BOS'
             )
         order = (~self.kept).long().argsort(dim=1, stable=True)
-        n_kept = int(self.kept.sum(dim=1).max())
-        tokens, kept = (x.gather(1, order)[:, :n_kept] for x in (self.tokens, self.kept))
-        return PromptBatch(tokens, None if bool(kept.all()) else kept, True)
+        order = order[:, : max(1, int(self.kept.sum(dim=1).max()))]
+        tokens, kept = (x.gather(1, order) for x in (self.tokens, self.kept))
+        return PromptBatch(tokens, None if bool(kept.all()) else kept, True, n_places, None if n_places is None else order)
 
     def in_front_of_text(self) -> tuple[Int[Tensor, "row pos"], Bool[Tensor, "row pos"]]:
         """(tokens, kept) as they stand before a text; where positions are closed, deleted tokens are padding on the left."""

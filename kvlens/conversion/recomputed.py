@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,14 +17,16 @@ from kvlens.conversion.linear import carry_bias
 from kvlens.conversion.prompt import Counterfactuals
 from kvlens.kv_bias import KVBias
 from kvlens.memory import NUMBERS_PER_PASS
-from kvlens.model import HookedKVTransformer
+from kvlens.model import HookedKVTransformer, asks_for_positions_alone
 from kvlens.model.protocol import KVModel
 
 TOKENS_PER_PASS = 1536
 """At most so many tokens go through the model at once, with at least one row."""
 FIXED_COST = 350_000_000
 """The fixed cost of converting a prefix and of a pass behind it on a CPU, as tokens times weights of the model: 200 tokens of a
-model with 1.8 million weights, 3 of GPT-2 small. Rows that share a pass share only the prefix of the first of them."""
+model with 1.8 million weights. Rows that share a pass share only the prefix of the first of them."""
+WEIGHTS_READ = 30
+"""And in tokens: a pass reads all weights (SmolLM2, one thread: 92 ms for 1 token, 210 for 64, 340 for 128, 610 for 256)."""
 
 
 @torch.no_grad()
@@ -95,8 +98,9 @@ def converted_rows(
     """The biases of counterfactual prompts, batch by batch: (numbers of the rows, their biases).
 
     What stands before the first change among the rows of a batch is converted once and extended from batch to batch, as in
-    :func:`logits_after`. Gaps that all rows of a batch have are not read, where that saves more than a pass costs: the biases
-    are carried over them. A row that is left out for the most part is therefore a batch of its own.
+    :func:`logits_after`. Deleted tokens are not read where attention is softmax and asks for positions alone. Elsewhere gaps
+    that all rows of a batch have are not, where that saves more than a pass costs: the biases are carried over them. A row that
+    is left out for the most part is then a batch of its own.
 
     Args:
         model, prompts, on_tokens: as :func:`logits_after`.
@@ -106,10 +110,18 @@ def converted_rows(
     prefixes = {} if prefixes is None else prefixes
     first = prompts.first_changes().cpu().clamp(max=len(prompts.original) - 1)
     order, worth, n = first.argsort(stable=True), _worth(model, prompts.tokens.device), len(prompts.original)
-    gone = (~prompts.kept).sum(dim=1).cpu()
-    apart = (2 * gone > n - first) & (gone > worth) if _carries_over_gaps(model, prompts) else torch.zeros_like(gone).bool()
+    prompts = replace(prompts, packed=prompts.positions == "closed" or asks_for_positions_alone(model))
+    if prompts.packed:
+        left = prompts.kept.cpu().flip(1).cumsum(dim=1).flip(1)  # [row, pos]: kept tokens from there on
+        order = order[left[order, first[order]].argsort(stable=True)]
+        order = order[first[order].argsort(stable=True)]
+        sizes = _packed_passes(first[order].tolist(), left[order], worth)
+    else:
+        gone = (~prompts.kept).sum(dim=1).cpu()
+        apart = (2 * gone > n - first) & (gone > worth) if _carries_over_gaps(model, prompts) else torch.zeros_like(gone).bool()
+        sizes = _passes(first[order].tolist(), n, worth, apart[order].tolist())
     before, prefix = 0, model.attached_kv_bias
-    for rows in order.split(_passes(first[order].tolist(), n, worth, apart[order].tolist())):
+    for rows in order.split(sizes):
         start = int(first[rows[0]])
         known = max((n for n in prefixes if before < n <= start), default=0)
         before, prefix = (known, prefixes[known]) if known else (before, prefix)
@@ -125,7 +137,7 @@ def converted_rows(
             n_here = len(here.original)
             if is_read:
                 biases = convert_prompt(model, here, initial=biases)
-                n_read += len(rows) * n_here
+                n_read += len(rows) * (max(1, int(here.kept.sum(dim=1).max())) if here.packed else n_here)
             else:
                 biases = carry_bias(model, biases, n_here)  # type: ignore[arg-type]
         yield rows, biases  # type: ignore[misc]
@@ -134,7 +146,28 @@ def converted_rows(
 
 
 def _carries_over_gaps(model: KVModel, prompts: Counterfactuals) -> bool:
-    return isinstance(model, HookedKVTransformer) and prompts.positions == "kept"
+    return isinstance(model, HookedKVTransformer) and prompts.positions == "kept" and not prompts.packed
+
+
+def _packed_passes(first: list[int], left: Int[Tensor, "row pos"], worth: int) -> list[int]:
+    """Numbers of rows, in their order, that are read together: while another one costs fewer tokens than a pass of its own.
+
+    Args:
+        first: where each row begins to differ from the prompt.
+        left: how many tokens of each row are kept from each position on.
+        worth: tokens that a pass costs.
+    """
+    sizes: list[int] = []
+    start = width = 0
+    for i, change in enumerate(first):
+        wider = max(width, int(left[i, start]))
+        n, alone = (sizes or [0])[-1], int(left[i, change]) + worth
+        if not n or (n + 1) * wider > min(TOKENS_PER_PASS, n * width + alone):
+            sizes.append(0)
+            start, wider = change, int(left[i, change])
+        sizes[-1] += 1
+        width = wider
+    return sizes
 
 
 def _stretches(model: KVModel, prompts: Counterfactuals, worth: int, follows: bool) -> Iterator[tuple[Counterfactuals, bool]]:
@@ -167,7 +200,9 @@ def _gaps(read: Iterable[bool]) -> Iterator[Span]:
 
 def _worth(model: Any, device: torch.device) -> int:
     """`FIXED_COST` in tokens; elsewhere than on a CPU, passes are as large as they may be."""
-    return max(1, FIXED_COST // sum(p.numel() for p in model.parameters())) if device.type == "cpu" else TOKENS_PER_PASS
+    if device.type != "cpu":
+        return TOKENS_PER_PASS
+    return FIXED_COST // sum(p.numel() for p in model.parameters()) + WEIGHTS_READ
 
 
 def _gap(model: KVModel, prompts: Counterfactuals) -> int:

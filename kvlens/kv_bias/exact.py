@@ -23,13 +23,20 @@ class PromptBatch(NamedTuple):
     Attributes:
         mask: True at tokens that are read; None if all are. The others are padding, or deleted in a counterfactual prompt.
         has_batch: whether the bias gets a batch axis.
-        keeps_positions: whether tokens that are not read still take up positions.
+        n_places: how many positions are taken up, where tokens that are not read take up theirs; None: as many as are read.
+        places: then the position of each token, where those that are not read were left out; None: as they stand.
     """
 
     tokens: Int[Tensor, "batch pos"]
     mask: Bool[Tensor, "batch pos"] | None
     has_batch: bool
-    keeps_positions: bool = False
+    n_places: int | None = None
+    places: Int[Tensor, "batch pos"] | None = None
+
+    @property
+    def keeps_positions(self) -> bool:
+        """Whether tokens that are not read still take up positions."""
+        return self.n_places is not None
 
     def lengths(self) -> int | Int[Tensor, " batch"]:
         """The number of tokens that are read: an int, or one per row if rows differ."""
@@ -40,7 +47,7 @@ class PromptBatch(NamedTuple):
 
     def n_positions(self) -> int | Int[Tensor, " batch"]:
         """The number of positions that the prompt takes up: one for each token that is read, or for every token."""
-        return self.tokens.shape[1] if self.keeps_positions else self.lengths()
+        return self.lengths() if self.n_places is None else self.n_places
 
 
 class PromptReading(NamedTuple):
@@ -75,7 +82,8 @@ def exact_bias(reading: PromptReading, prompt: PromptBatch, old: KVBias | None, 
     """
     batch, n_pos = prompt.tokens.shape
     lengths = torch.as_tensor(prompt.n_positions(), device=prompt.tokens.device).expand(batch)
-    distance = lengths[:, None] - torch.arange(n_pos, device=prompt.tokens.device)
+    places = torch.arange(n_pos, device=prompt.tokens.device) if prompt.places is None else prompt.places
+    distance = lengths[:, None] - places
     layers = [Layer() for _ in range(fingerprint.n_layers)]
     for i, (layer, keys, values) in enumerate(zip(fingerprint.attention_layers, reading.keys, reading.values, strict=True)):
         weight = torch.ones(batch, n_pos, device=keys.device) if prompt.mask is None else prompt.mask

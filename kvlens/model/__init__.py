@@ -41,7 +41,7 @@ from kvlens.model.attention_variant import AttentionVariantConfig, Augmented, Ne
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.protocol import Block, Ends, HeadMatrices, KVModel, LinearNorm, Norms, Part, ReadsPrompts
 from kvlens.model.regressor import HookedKVRegressor
-from kvlens.model.streaming import run_in_segments
+from kvlens.model.streaming import asks_for_positions_alone, run_in_segments
 from kvlens.model.transformer import HookedKVTransformer
 
 __all__ = [
@@ -64,6 +64,7 @@ __all__ = [
     "Regularised",
     "Ridge",
     "StreamReading",
+    "asks_for_positions_alone",
     "attention_parts",
     "direct_path",
     "head_hooks",

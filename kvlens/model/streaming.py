@@ -279,6 +279,17 @@ def _mean_loss(losses: Tensor, mask: Tensor | None, per_token: bool) -> Tensor:
     return losses if per_token else losses.sum() / n
 
 
+def asks_for_positions_alone(model: Any) -> bool:
+    """Whether a softmax model's tokens may stand anywhere with positions of their own, others that are hidden between them: no
+    layer asks how far apart two of them are, or how many there are."""
+    cfg = model.cfg
+    if not isinstance(model, HookedTransformer) or cfg.attention != "softmax" or cfg.attention_variant is not None:
+        return False
+    by_distance = cfg.positional_embedding_type in ("alibi", "shortformer")
+    in_window = any(block.attn.window is not None for block in model.blocks)
+    return not (by_distance or in_window or cfg.use_logn_attn or cfg.use_dynamic_ntk_rope)
+
+
 LONG = 1024
 """Texts of at least this many tokens are read without logits, which would take more memory than everything else."""
 
@@ -357,15 +368,15 @@ def logits_of(
 
 def read_prompt(model: Any, prompt: PromptBatch, with_queries: bool = False) -> PromptReading:
     """See :meth:`kvlens.model.protocol.ReadsPrompts.read_prompt`; hooks and gradients see the whole prompt."""
-    tokens, mask, _, keeps_positions = prompt
+    tokens, mask = prompt.tokens, prompt.mask
     read, scored = None if mask is None else mask.long(), list[Any]()
     residuals, queries = list[Any](), []
-    changes_with_length = model.cfg.use_dynamic_ntk_rope or keeps_positions
+    changes_with_length = model.cfg.use_dynamic_ntk_rope or prompt.keeps_positions
     holds_no_scores = mask is None and _holds_no_scores(model)
     whole = changes_with_length or holds_no_scores or has_hooks(model) or wants_gradients(model)
     length = tokens.shape[1] if whole else _at_once(model, tokens)
     cache = _entries(model, len(tokens)) if length < tokens.shape[1] or model.cfg.needs_own_cache else None
-    with hidden_tokens_keep_positions(keeps_positions), observed(model) as seen, model.one_pass():
+    with hidden_tokens_keep_positions(prompt.keeps_positions, prompt.places), observed(model) as seen, model.one_pass():
         for stream in segments(model, tokens, read, cache, segment_length=length, stop_at_layer=model.cfg.n_layers):
             residuals.append(stream)
             queries.append([q.to(tokens.device) for q, _, _ in seen] if with_queries else [])
