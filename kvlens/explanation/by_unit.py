@@ -226,6 +226,9 @@ class UnitSearch:
         """The first set without which the claim is lost; a few are removed at a time."""
         for start in range(0, len(sets), AT_ONCE):
             some = sets[start : start + AT_ONCE]
+            with self.runs.texts_together():
+                may = self._may_lose(number, dict(zip(some, self._without(some), strict=True)))
+                self.runs.without(may[:1], "closed")
             outcomes = self._without(some)
             for members, now in zip(some, outcomes, strict=True):
                 self.add(number, now, "together", members)

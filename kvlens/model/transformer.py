@@ -327,7 +327,14 @@ class HookedKVTransformer(LoadsAndSaves):
     def next_logits(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
         """See :meth:`kvlens.model.protocol.ReadsPrompts.next_logits`."""
         cache = self.empty_cache(len(tokens)) if cache is None else cache
-        return self(tokens, attention_mask=torch.ones_like(tokens), past_kv_cache=cache)[:, -1], cache
+        return self.logits_ahead(tokens, torch.ones_like(tokens), cache, 1)[:, 0], cache
+
+    def logits_ahead(self, tokens: Tensor, mask: Tensor, cache: TransformerLensKeyValueCache, n_last: int) -> Tensor:
+        """The logits after each of the last ``n_last`` tokens, [batch, n_last, d_vocab]; where the mask is 0 none is read."""
+        last = self.hooks(fwd_hooks=[("unembed.hook_in", lambda x, hook: x[:, -n_last:])] if n_last < tokens.shape[1] else [])
+        with last:
+            logits: Tensor = self(tokens, attention_mask=mask, past_kv_cache=cache)
+        return logits
 
     def fingerprint(self) -> Fingerprint:
         """Structure and weights of this model, against which biases are checked."""

@@ -80,7 +80,7 @@ def test_statements_on_units_are_passes_without_them(model, found):
 
 def test_gaps_that_are_not_read_change_nothing_that_is_found(model, found, monkeypatch):
     """Larger models skip what is gone from a prompt; the prompt that layers are exchanged with needs its keys all the same."""
-    monkeypatch.setattr("kvlens.conversion.recomputed.FIXED_COST", 1)
+    monkeypatch.setattr("kvlens.conversion.recomputed._worth", lambda model, device: 1)
     again = kvlens.explain(model, STORY, QUESTION, depth="heads")
     numbers = ["nats", "p_before", "p_after"]
     pd.testing.assert_frame_equal(again.statements.drop(columns=numbers), found.statements.drop(columns=numbers))
@@ -141,6 +141,32 @@ def test_texts_are_generated_in_three_batches(model, found, monkeypatch):
         and again.statements["says"].fillna("").tolist()
         == (found.statements.query("about not in ('heads', 'groups')")["says"].fillna("").tolist())
     )
+
+
+@pytest.mark.parametrize("name", ["docs-gpt2", "induction-plain-2l"])
+def test_guessed_texts_are_those_of_one_token_a_pass(name, monkeypatch):
+    """In rows that begin with as many given tokens as they like, and end where they like; in fewer passes."""
+    model = kvlens.load(name, dtype="float64")
+    once = torch.randint(5, model.cfg.d_vocab, (4, 12), generator=torch.Generator().manual_seed(0))
+    biases = kvlens.KVBias.batch([convert_prompt(model, torch.cat([row, row[:n]])) for n, row in enumerate(once, start=1)])
+    first = once[range(4), range(1, 5), None]
+    forced, n_forced = once[:, 5:], torch.tensor([0, 6, 2, 1])
+    texts, passes = [], []
+    for ahead in (True, False):
+        monkeypatch.setattr(runs, "asks_for_positions_alone", lambda model, ahead=ahead: ahead)
+        read: list[int] = []
+        stops = lambda text: len(text) % 11 == 10 and text[-1] % 2 == 0  # noqa: E731
+        texts.append(runs.greedy(model, biases, first, forced, n_forced, 30, stops, read.append, once.tolist()))
+        passes.append(len(read))
+    assert texts[0] == texts[1] and len({*map(len, texts[0])}) > 1
+    assert passes[0] < 0.7 * passes[1]
+
+
+def test_what_is_removed_is_not_read():
+    """370 tokens where it is hidden instead, and where only what is gone from all rows of a pass is left out."""
+    more = " Pavel keeps a goat. Mira has a parrot. Pavel feeds a parrot. Mira feeds a goat. Pavel has a goat."
+    found = kvlens.explain(kvlens.load("facts-gpt2"), STORY + more, QUESTION, depth="units")
+    assert found.cause == (2,) and found.n_tokens <= 250
 
 
 def test_sets_of_units_are_removed_with_single_ones(monkeypatch):
