@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pandas as pd
@@ -66,7 +66,7 @@ Order = Literal["signed", "absolute"]
 """Of estimates: by value, those that speak for the answer first, or by size."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Circuit:
     """The estimates of all edges, and the edges that are kept: all of them until :meth:`keep`.
 
@@ -84,15 +84,18 @@ class Circuit:
     """
 
     model: KVModel
-    batches: Sequence[Pairs] = field(repr=False)
-    graph: Graph = field(repr=False)
-    estimates: Float[Tensor, "writer reader"] = field(repr=False)
-    falls: Float[Tensor, "writer reader"] = field(repr=False)
-    by_position: Float[Tensor, "writer pos"] = field(repr=False)
-    kept: Bool[Tensor, "writer reader"] = field(repr=False)
-    in_prompt: Float[Tensor, "writer reader"] | None = field(default=None, repr=False)
-    falls_in_prompt: Float[Tensor, "writer reader"] | None = field(default=None, repr=False)
+    batches: Sequence[Pairs]
+    graph: Graph
+    estimates: Float[Tensor, "writer reader"]
+    falls: Float[Tensor, "writer reader"]
+    by_position: Float[Tensor, "writer pos"]
+    kept: Bool[Tensor, "writer reader"]
+    in_prompt: Float[Tensor, "writer reader"] | None = None
+    falls_in_prompt: Float[Tensor, "writer reader"] | None = None
     order: Order = "signed"
+
+    def __repr__(self) -> str:
+        return f"Circuit({int(self.kept.sum())} of {int(self.graph.edges.sum())} edges, order={self.order!r})"
 
     @property
     @NODES.document

@@ -455,6 +455,8 @@ def test_as_a_graph_of_networkx_its_ways_are_those_of_the_circuit(name):
     """Rows are nodes and edges; a key-value head's keys lead to all heads of its group in the circuit, and to no other."""
     found = circuit(shared(name), CLEAN, CORRUPTED, **ASKED).keep(40)
     graph, nodes, edges = found.to_networkx(), rows_kept(found.nodes), rows_kept(found.edges)
+    assert repr(found) == f"Circuit({len(edges)} of {len(found.edges)} edges, order={found.order!r})"
+    assert sum(bool(attributes) for *_, attributes in graph.edges(data=True)) == len(edges)
     rows = pd.DataFrame([row for _, _, row in graph.edges(data=True) if row])
     pd.testing.assert_frame_equal(rows.sort_values("estimate", key=abs, ascending=False, ignore_index=True), edges, **CLOSE)
     inputs = {node for node, row in graph.nodes(data=True) if "input" in row}
