@@ -138,7 +138,8 @@ def greedy(
     """
     texts = [row[:n] for row, n in zip(forced.tolist(), n_forced.tolist(), strict=True)]
     every = [_Row(text, [*before, *text]) for before, text in zip(first.expand(len(texts), -1).tolist(), texts, strict=True)]
-    ahead, rows, cache = asks_for_positions_alone(model) and not model.cfg.needs_own_cache, every, None
+    ahead, rows = asks_for_positions_alone(model) and not model.cfg.needs_own_cache, every
+    cache: Any = None
     guesses = Guesses([*alike, *texts]) if ahead else None
     while rows:
         with model.holding(biases):  # type: ignore[attr-defined]
@@ -349,7 +350,7 @@ class Runs:
         n = max(map(len, texts))
         rows = torch.stack([torch.cat([self.last, text[:-1], text.new_zeros(n - len(text))]) for text in texts])
         self.count(sum(map(len, texts)))
-        with self.model.holding(self.bias.repeat(len(texts))):
+        with self.model.holding(self.bias.repeat(len(texts))):  # type: ignore[attr-defined]
             log_p = self.model.logits_on(rows, n).double().log_softmax(dim=-1)
         return [float(row[range(len(text)), text].sum()) for row, text in zip(log_p, texts, strict=True)]
 
@@ -458,7 +459,7 @@ class Runs:
     def _log_p(self, biases: KVBias) -> Float[Tensor, "row pos d_vocab"]:
         assert biases.batch_size is not None
         self.count(biases.batch_size * len(self._reading))
-        with self.model.holding(biases):
+        with self.model.holding(biases):  # type: ignore[attr-defined]
             logits = self.model.logits_on(self._reading.expand(biases.batch_size, -1), len(self._reading))
         return logits.double().log_softmax(dim=-1).cpu()
 

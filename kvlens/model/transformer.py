@@ -331,8 +331,9 @@ class HookedKVTransformer(LoadsAndSaves):
 
     def logits_ahead(self, tokens: Tensor, mask: Tensor, cache: TransformerLensKeyValueCache, n_last: int) -> Tensor:
         """The logits after each of the last ``n_last`` tokens, [batch, n_last, d_vocab]; where the mask is 0 none is read."""
-        last = self.hooks(fwd_hooks=[("unembed.hook_in", lambda x, hook: x[:, -n_last:])] if n_last < tokens.shape[1] else [])
-        with last:
+        last = self.cfg.n_layers - 1
+        cut = f"blocks.{last}.{self.blocks[last].cut_point()}", lambda x, hook: x[:, -n_last:]
+        with self.hooks(fwd_hooks=[cut] if n_last < tokens.shape[1] else []):
             logits: Tensor = self(tokens, attention_mask=mask, past_kv_cache=cache)
         return logits
 
