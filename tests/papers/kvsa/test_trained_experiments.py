@@ -134,7 +134,8 @@ def shifted_elsewhere(label):
 def test_the_stream_is_shifted_at_the_place_of_its_label(label):
     """App. J, written out with the norm and the attention of the same weights."""
     model, text = shifted_elsewhere(label), torch.tensor([[3, 1, 4, 1, 5]])
-    _, cache = model.run_with_cache(text)
+    logits, cache = model.run_with_cache(text)
+    torch.testing.assert_close(model(text), logits, rtol=1e-11, atol=1e-13)  # as in training, where nobody looks
     x, attn = model.embed(text), model.blocks[0].attn
 
     def mix(x):
@@ -169,8 +170,9 @@ def test_a_shift_behind_attention_does_not_see_in_which_order_a_text_was(label):
         assert (here - there).abs().max() > 1e-3
 
 
-def test_a_run_that_is_shifted_elsewhere_trains_its_coefficients_and_is_not_kept(tmp_path):
-    label, task = "1 layer, shift before Add", make_task("induction", vocab_size=8, length=8)
+@pytest.mark.parametrize("label", induction_width.PLACES)
+def test_a_run_that_is_shifted_elsewhere_trains_its_coefficients_and_is_not_kept(label, tmp_path):
+    task = make_task("induction", vocab_size=8, length=8)
     training = dict(steps=3, batch_size=4, eval_every=3, eval_sequences=4, learning_rate=1e-2)
     cell = induction_width.WidthCell(task, {label: dict(n_layers=1, d_model=8, d_head=4)}, training=training)
     with learned.keeping_runs(tmp_path / "kept"):
