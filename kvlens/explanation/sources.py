@@ -49,7 +49,7 @@ def sources_in_words(found: Any) -> list[SourceLine]:
     for number, rows in own.sort_values("source").groupby("source"):
         alone, unit = rows[rows["account"] == SOURCE], int(rows["unit"].iloc[0])
         text, of_claims = _without_these(found, alone, str(unit), "it") if len(alone) else ("", ())
-        lines.append(SourceLine(str(number), f"{unit_named(found, unit)}{'. ' if text else ''}{text}", of_claims))
+        lines.append(SourceLine(str(number), f"{unit_named(found, unit)}{f'. {text}.' if text else ''}", of_claims))
     return [*lines, *_of_several(found, own), *_without_sources(found)]
 
 
@@ -76,8 +76,7 @@ def _one_enough(found: Any, claims: pd.DataFrame) -> tuple[str, tuple[int, ...]]
     units = sorted(set(claims["unit"]))
     each = found.statements.query("about == 'units' and role == 'each' and gap == 'kept'")
     alone = each[each["claim"].isin(claims["claim"]) & each["parts"].isin([*map(str, units)])]
-    lost, rows = _without_these(found, claims.drop_duplicates("claim"), SEPARATOR.join(map(str, units)), "these together")
-    text = lost.removesuffix(".")
+    text, rows = _without_these(found, claims.drop_duplicates("claim"), SEPARATOR.join(map(str, units)), "these together")
     differs = ~alone["verdict"].isin([SAME, NEAR_TIES]) if found.is_whole else alone["verdict"].isin(GONE)
     if len(alone) < len(claims) or differs.any():
         return f"{text}.", rows
@@ -87,7 +86,7 @@ def _one_enough(found: Any, claims: pd.DataFrame) -> tuple[str, tuple[int, ...]]
 def _without_these(found: Any, claims: pd.DataFrame, parts: str, them: str) -> tuple[str, tuple[int, ...]]:
     """What the model says without units, which claims are lost, and the statements that say so."""
     said = f"the model says {quoted(claims['says'].iloc[0], LONGEST_UNIT)}"
-    return f"Without {them}, {said}: {_lost_in_words(found, claims)}.", _breaking(found, claims, {parts})
+    return f"Without {them}, {said}: {_lost_in_words(found, claims)}", _breaking(found, claims, {parts})
 
 
 def _breaking(found: Any, claims: pd.DataFrame, sets: Collection[str]) -> tuple[int, ...]:

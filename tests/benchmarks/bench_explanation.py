@@ -230,9 +230,14 @@ def head_rates(cases: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def measured(out: Path) -> list[dict[str, Any]]:
+    """What an earlier run of the same command wrote, line by line."""
+    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()] if out.exists() else []
+
+
 def on_heads(model: Any, rows: list[dict[str, Any]], out: Path, n: int) -> str:
     """Measure until there are so many right answers; what is there already is kept."""
-    done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    done = measured(out)
     order = [i for i in range(len(rows)) if i not in {case["i"] for case in done} and len(rows[i]["text"]) <= SHORT]
     random.Random(5).shuffle(order)
     asked = ((i, {rows[i]["title"]: rows[i]["text"]}) for i in order if len(SENTENCE.split(rows[i]["text"])) > 1)
@@ -259,7 +264,7 @@ def causes_of(found: Explained) -> list[dict[str, Any]]:
 
 def on_dtypes(name: str, rows: list[dict[str, Any]], out: Path, n: int, first: int) -> str:
     """Explain the same answers in both dtypes, until there are so many; what is there already is kept."""
-    done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    done = measured(out)
     models = {str(dtype): kvlens.load(name, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)}
     exact = models["torch.float32"]
     order = (i for i in range(first, len(rows)) if i not in {case["i"] for case in done})
@@ -330,7 +335,7 @@ def told(model: Any, case: dict[str, Any], depth: Any) -> dict[str, Any]:
 
 def on_cases(model: Any, cases: Path, out: Path, depth: Any) -> str:
     """Explain the stored cases that are missing."""
-    done = [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+    done = measured(out)
     for line in cases.read_text(encoding="utf-8").splitlines():
         if (case := json.loads(line))["name"] in {each["name"] for each in done}:
             continue
@@ -402,7 +407,7 @@ def main(words: list[str]) -> None:
     if args.dtypes:
         print(on_dtypes(args.model, rows, args.out, args.dtypes, args.first))
         return
-    lines = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    lines = measured(args.out)
     cases, done = [line for line in lines if "causes" in line], {line["i"] for line in lines}
     model = kvlens.load(args.model, device=args.device)
     folder = Path(args.model)
