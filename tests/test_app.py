@@ -361,7 +361,14 @@ def test_it_listens_on_this_machine_alone(monkeypatch):
 def command(*arguments: str):
     """The address of ``kvlens app``, run as a command, which Ctrl-C ends."""
     run = [sys.executable, "-m", "kvlens", "app", "--port", "0", *arguments]
-    process = subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(os.environ))
+    process = subprocess.Popen(
+        run,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background ignores it
+    )
     try:
         yield re.fullmatch(r"Open (\S+) in a browser on this machine; Ctrl-C ends it.\n", process.stdout.readline())[1]
     finally:
