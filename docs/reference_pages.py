@@ -89,7 +89,9 @@ def objects() -> dict[str, list[tuple[str, str]]]:
 def write(folder: Path) -> None:
     """Write the pages as Markdown; one that is as it was stays untouched, so that a second build reads it from its cache."""
     folder.mkdir(parents=True, exist_ok=True)
-    pages = {f"{package}.md": page(package) for package in modules()}
+    pages = {f"{package}.md": page(package) for package in modules() if package != "kvlens"}
+    pages["kvlens.md"] = _section("kvlens", "#")
+    pages["modules.md"] = "\n".join(["# Single modules", *(_section(each, "##") for each in modules()["kvlens"])])
     for name, text in pages.items():
         path = folder / name
         if not path.is_file() or path.read_text(encoding="utf-8") != text:

@@ -79,6 +79,14 @@ def test_explain_writes_a_page_and_replaces_it_when_asked(folder, capsys):
     assert sorted(os.listdir(".")) == ["answer.html", "new"] and os.listdir("new") == ["page.html"]
 
 
+def test_explain_writes_all_tables_as_json(folder, capsys):
+    assert explained(folder, "--out", "new/tables.json") == 0
+    printed, written = capsys.readouterr().out, json.loads(Path("new/tables.json").read_text(encoding="utf-8"))
+    assert printed.splitlines()[-1] == "Written to new/tables.json."
+    assert set(kvlens.explanation.explained.TABLES) < set(written) and len(written["units"]) > 1 and written["response"]
+    assert "--sections belongs to --out FILE.html" in refused(capsys, explained(folder, "--out", "a.json", "--sections"))
+
+
 def test_explain_without_arguments_is_the_story_on_the_model_of_stories(capsys):
     assert main(["explain", "--out", "page.html"]) == 0
     assert "The kite is in the barn" in (page := Path("page.html").read_text()) and "Model: facts-linear, " in page

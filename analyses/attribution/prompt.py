@@ -181,7 +181,7 @@ def prompt_attribution(
 
     Args:
         model: linear or softmax.
-        prompt: a string, or tokens [pos] with BOS where the model wants one.
+        prompt: a string, a chat, or tokens [pos] with BOS where the model wants one.
         text: what follows the prompt, a string or tokens [pos] without BOS, up to where the answer begins.
         by: the units: ``token``, ``word``, ``sentence``, ``paragraph``, or token ranges.
         answer: whose log-probability is explained: a string, a token, or several tokens, which add up; None for the most

@@ -80,7 +80,7 @@ class Circuit:
             answers, where the first of their tokens is predicted, so that pairs of several lengths share that column.
         kept: the edges of the circuit.
         in_prompt, falls_in_prompt: of estimates and falls, the part at the tokens of prompts; None without texts behind them.
-        order: of estimates, by which edges were kept.
+        by, order: what was counted when edges were kept, and by which order of estimates.
     """
 
     model: KVModel
@@ -92,6 +92,7 @@ class Circuit:
     kept: Bool[Tensor, "writer reader"]
     in_prompt: Float[Tensor, "writer reader"] | None = None
     falls_in_prompt: Float[Tensor, "writer reader"] | None = None
+    by: Counted = "edges"
     order: Order = "signed"
 
     def __repr__(self) -> str:
@@ -204,7 +205,7 @@ class Circuit:
             first = (of_nodes.abs() if order == "absolute" else of_nodes).argsort(descending=True, stable=True)[:n]
             kept = torch.zeros_like(self.kept)
             kept[torch.cat([torch.zeros(1, dtype=torch.long), first + 1])] = True
-        return replace(self, kept=self.graph.pruned(kept & self.graph.edges), order=order)
+        return replace(self, kept=self.graph.pruned(kept & self.graph.edges), by=by, order=order)
 
     def confirmed(self, n: int) -> "Circuit":
         """The same, with the falls of the ``n`` edges with the largest estimates (without sign), each cut alone in a run."""
@@ -219,12 +220,12 @@ class Circuit:
         return replace(self, falls=falls(False), falls_in_prompt=None if self.in_prompt is None else falls(True))
 
     @SIZES.document
-    def at_sizes(self, sizes: Sequence[int | float] = (), *, order: Order = "signed") -> "AtSizes":
+    def at_sizes(self, sizes: Sequence[int | float] = (), *, by: Counted = "edges", order: Order = "signed") -> "AtSizes":
         """Circuits of several sizes, and what each of them keeps of the metric in a run.
 
         Args:
-            sizes: of edges, as of :meth:`keep`; none takes this circuit as it is.
-            order: as of :meth:`keep`.
+            sizes: as of :meth:`keep`; none takes this circuit as it is.
+            by, order: as of :meth:`keep`.
 
         Returns:
             The circuits, the metric on the two prompts, and one row for each circuit:
@@ -234,7 +235,7 @@ class Circuit:
         Raises:
             KVLensError: as :meth:`keep`; a metric that is the same on both prompts.
         """
-        circuits = [self.keep(size, order=order) for size in sizes] or [self]
+        circuits = [self.keep(size, by=by, order=order) for size in sizes] or [self]
         clean, corrupted, values, f = self.outcome([one.kept for one in circuits])
         n_nodes = [int(one.kept.any(dim=1).sum()) + bool(one.kept.any()) for one in circuits]
         n_edges = [int(one.kept.sum()) for one in circuits]

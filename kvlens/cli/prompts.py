@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from kvlens.arguments import HOW_FAR, SECTIONS, UNITS, USUAL_SECTIONS, SectionName, check_characters, check_device, path_of
 from kvlens.checks import Within, ensure
 from kvlens.errors import KVLensError
-from kvlens.files import check_regular, check_writable, each_once, reading_file
+from kvlens.files import check_regular, check_writable, each_once, reading_file, write_atomically
 from kvlens.terminal import make_console, progress_bar, visible
 from kvlens.zoo import source_of
 
@@ -247,7 +247,11 @@ def add_explain(commands: Any) -> None:
         metavar="DEPTH",
     )
     explain.add_argument("--budget", type=int, metavar="TOKENS", help="tokens that may be read (default: as many as it takes)")
-    explain.add_argument("--out", metavar="FILE.html", help="write a page, which works offline (default: print only)")
+    explain.add_argument(
+        "--out",
+        metavar="FILE",
+        help="write a page, FILE.html, which works offline, or all tables, FILE.json (default: print only)",
+    )
     explain.add_argument(
         "--sections",
         nargs="*",
@@ -264,14 +268,18 @@ def add_explain(commands: Any) -> None:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    for flag, is_given in (("--overwrite", args.overwrite), ("--sections", args.sections is not None)):
-        if is_given and args.out is None:
+    is_page = args.out is not None and args.out.endswith(".html")
+    for flag, is_missed in (
+        ("--overwrite", args.overwrite and args.out is None),
+        ("--sections", args.sections is not None and not is_page),
+    ):
+        if is_missed:
             raise KVLensError(f"{flag} belongs to --out FILE.html; give the file, or leave it out")
     ensure("--budget", Annotated[int, Within(1)] | None, args.budget)
     sections = [
         ensure("--sections", SectionName, name) for name in (USUAL_SECTIONS if args.sections is None else args.sections)
     ]
-    page = None if args.out is None else _page_file(args.out, overwrite=args.overwrite)
+    out = None if args.out is None else _written_file(args.out, overwrite=args.overwrite)
     chat = given_chat(args)
     name, prompt, text = (args.model or TEXT_MODEL, chat, None) if chat is not None else model_and_texts(args)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -290,22 +298,27 @@ def _explain(args: argparse.Namespace) -> int:
     if chat is None and getattr(model.tokenizer, "chat_template", None):
         make_console(stderr=True).print("This model has a chat template: --question and --document ask it as its users do.")
     print_explanation(found)
-    if page is not None:
-        from kvlens.explanation import explanation_page
+    if out is None:
+        return 0
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if not is_page:
+        write_atomically(out, found.to_json())
+        print(f"\nWritten to {visible(args.out)}.")
+        return 0
+    from kvlens.explanation import explanation_page
 
-        with progress_bar("the page", after=0, lines=False) as tell:  # the answer can be read meanwhile
-            made = explanation_page(model, found, sections, model_name=Path(name).resolve().name, on_progress=tell)
-            page.parent.mkdir(parents=True, exist_ok=True)
-            made.save_html(page)
-        print(f"\nOpen {visible(args.out)} in a browser; it works offline.")
+    with progress_bar("the page", after=0, lines=False) as tell:  # the answer can be read meanwhile
+        made = explanation_page(model, found, sections, model_name=Path(name).resolve().name, on_progress=tell)
+        made.save_html(out)
+    print(f"\nOpen {visible(args.out)} in a browser; it works offline.")
     return 0
 
 
-def _page_file(out: str, *, overwrite: bool) -> Path:
-    """The file of ``--out``; KVLensError unless a page may and can be written there."""
+def _written_file(out: str, *, overwrite: bool) -> Path:
+    """The file of ``--out``; KVLensError unless a page or tables may and can be written there."""
     path = path_of("--out", out)
-    if path.suffix != ".html":
-        raise KVLensError(f"--out: expected a file that ends in .html, for the page, got {out!r}")
+    if path.suffix not in (".html", ".json"):
+        raise KVLensError(f"--out: expected a file that ends in .html, for the page, or in .json, for the tables, got {out!r}")
     if path.exists() and not (overwrite and path.is_file()):
         what = "exists; pass --overwrite to replace it, or choose" if path.is_file() else "is no file; choose"
         raise KVLensError(f"--out: {out} {what} another one")

@@ -40,6 +40,10 @@ UNIT_COLUMNS = Columns(
     effect=("float64", "by which the heading claim falls without it, nats; NaN where it was not removed by itself"),
     response_effect=("float64", "by which the whole response falls without it, nats; likewise"),
     verdict=("str", "on the heading claim without it; without its group where it was not removed by itself"),
+    says=(
+        "str",
+        "what is said then: the response where no token differs, or at near ties alone; missing where it was not generated",
+    ),
     is_cause=("bool", "in the heading claim's cause"),
     group=("str", "the units that it was removed together with, such as ``0+1+4``, where nothing changes; empty: with none"),
     alone=("bool", "whether it was removed by itself"),
@@ -303,6 +307,10 @@ def _table_of_units(explaining: Any, search: UnitSearch, heading: int, cause: tu
             "effect": [explaining.fall(claim, each[unit]) if unit in each else math.nan for unit in units],
             "response_effect": [float(each[unit].falls.sum()) if unit in each else math.nan for unit in units],
             "verdict": [NOT_KNOWN if now is None else explaining.of(claim, now).name for now in nearest_run.values()],
+            "says": [
+                None if now is None else explaining.response.text if now.firm is None else now.text
+                for now in nearest_run.values()
+            ],
             "is_cause": [unit in cause for unit in units],
             "group": [SEPARATOR.join(map(str, group_of.get(unit, ()))) for unit in units],
             "alone": [unit in each for unit in units],

@@ -61,8 +61,8 @@ def official_name(model_name: str) -> str:
         )
     if found is None:
         raise KVLensError(
-            f"from_pretrained: {str(model_name)!r} is neither a folder on this machine (for a model that is not one of "
-            "TransformerLens' own, pass its folder, or hf_model=) nor one of the "
+            f"from_pretrained: {str(model_name)!r} is neither a folder on this machine (kvlens.load also takes a GGUF file and "
+            "any name on the hub; here give a folder, or hf_model=) nor one of the "
             f"{len(set(names.values()))} official model names or their aliases{nearest(str(model_name).lower(), names)}"
         )
     if found.startswith(OTHER_CODE):

@@ -200,7 +200,11 @@ def _stop(nodes: pd.DataFrame, graph: object, row: dict[str, Any]) -> dict[str, 
 
 
 def _note(found: Circuit, drawing: _Drawing, at: AtSizes) -> str:
-    by = {"signed": "by value, those that speak for the answer first", "absolute": "by size"}[at.circuits[0].order]
+    chosen = at.circuits[0]
+    by = {"signed": "by value, those that speak for the answer first", "absolute": "by size"}[chosen.order]
+    if chosen.by == "nodes":
+        by += ", with all edges between them"
+    counted = {"edges": "edges", "nodes": "heads and MLPs"}[chosen.by]
     n, by_role = sum(len(pairs.clean) for pairs in found.batches), drawing.columns[: len(drawing.tokens)] != drawing.tokens
     which = "the first" if len(found.batches) == 1 else "one"
     tokens = "" if n == 1 or by_role else f"; tokens are those of {which} of {n} pairs"
@@ -208,7 +212,7 @@ def _note(found: Circuit, drawing: _Drawing, at: AtSizes) -> str:
         "Edges lead from what writes to the residual stream, up to what reads it, and are as wide as their estimates: by how "
         "much the metric falls with this edge alone corrupted, to first order (dashed: it rises). Nodes are as large as theirs "
         f"(red: it rises), and stand at the {'role' if by_role else 'token'} where that is largest{tokens}. Each size is a "
-        f"circuit that was run; its edges are the largest {by}."
+        f"circuit that was run; its {counted} are the largest {by}."
     )
 
 

@@ -64,6 +64,15 @@ def test_the_stating_sentence_is_the_cause(found):
     assert "falls without" not in str(found) and "'donkey' is lost" in str(found)
 
 
+def test_what_is_said_without_a_unit_is_what_the_model_generates(model, found):
+    asked = model.to_tokens(QUESTION, prepend_bos=False)
+    for row in found.units.itertuples():
+        with model.kv_bias(kvlens.convert_prompt(model, STORY, without=[(row.start, row.stop)])):
+            said = model.generate(asked, max_new_tokens=8, do_sample=False, verbose=False, return_type="tokens")[0]
+        assert model.tokenizer.decode(said[asked.shape[1] :]).strip().startswith(row.says)
+    assert len(set(found.units["says"])) == 2 and found.units["says"][0] == found.response
+
+
 def test_statements_on_units_are_passes_without_them(model, found):
     tokens = torch.cat([model.to_tokens(STORY)[0], model.to_tokens(QUESTION, prepend_bos=False)[0]])
     everything = torch.ones(len(tokens), dtype=torch.bool)

@@ -154,9 +154,6 @@ def head_runs(runs):
     for label in (one, two):
         models = ((label, runs(lead=1)), (plain, runs()))
         yield induction_heads.compare_gaps(stacked(heads(m, v, 0 * v) for m, v in models), label)
-    short = runs.table(runs(), reads=induction_heads.SHORT, previous=runs(lead=1), following=runs())
-    longer = runs.table(runs(), reads=induction_heads.BLOCKS, previous=0.0, following=runs(lead=1))
-    yield from induction_heads.compare_short(stacked([short, longer]))
 
 
 def compare_rates(runs):

@@ -58,6 +58,14 @@ def test_every_size_shows_the_edges_nodes_and_faithfulness_of_the_circuit_that_i
     assert any(fall is not None for _, fall in shown(data, 2).values())
 
 
+@pytest.mark.parametrize(("by", "counted"), [("edges", "its edges are"), ("nodes", "its heads and MLPs are")])
+def test_the_note_says_what_was_chosen(found, by, counted):
+    assert counted in circuit_view(found.keep(4, by=by), n_reasons=0).to_html()
+    sizes = found.at_sizes([2, 4], by=by)
+    assert [one.by for one in sizes.circuits] == [by, by]
+    assert sizes.table["metric"].tolist() == [float(found.keep(n, by=by).measured().mean()) for n in (2, 4)]
+
+
 def test_a_node_stands_at_the_token_where_its_estimate_is_largest(found, data):
     rows = dict(zip(found.nodes["node"], found.by_position, strict=False))
     for (node, *_, estimate, column), by_position in zip(data["nodes"], data["by_position"], strict=True):

@@ -1,9 +1,8 @@
-"""``induction-heads``: which heads become induction heads, and what texts of two tokens teach (KVSA sec. 3.2 and 5).
+"""``induction-heads``: which heads become induction heads, and how far they stand out (KVSA sec. 3.2 and 5).
 
-The paper says three things of heads with KV shift without a figure. *Start*: heads whose (alpha_1, beta_1) start near (0, 1),
-the induction head, become one more easily. *Short texts*: a model that only reads A B A is right with the previous token, so
-it learns no induction head, and does not answer A B C A with B. *Locating*: induction heads may be easier to find with the
-shift, since one head does what otherwise takes two.
+The paper says two things of heads with KV shift without a figure. *Start*: heads whose (alpha_1, beta_1) start near (0, 1),
+the induction head, become one more easily. *Locating*: induction heads may be easier to find with the shift, since one head
+does what otherwise takes two.
 
 A head's *score* is the share of what it reads that it reads where an induction head does, at the token after the earlier
 occurrence of its own, on random tokens that repeat:
@@ -19,7 +18,6 @@ from functools import partial
 from typing import Any
 
 import pandas as pd
-import torch
 
 from kvlens.analyses import induction_heads as score_heads
 from kvlens.model import HookedKVTransformer
@@ -28,8 +26,7 @@ from kvlens.papers.harness.plots import PLAIN_COLOR, SHIFTED_COLOR, draw_panels
 from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.kvsa.models import LLAMA_BLOCKS, MORE_SEEDS, SMALL_SEEDS
-from kvlens.tasks import Task, make_task
-from kvlens.tasks.task import draw_distinct
+from kvlens.tasks import make_task
 from kvlens.training import build_model
 
 SHIFT_1, SHIFT_2, PLAIN_2 = "1 layer, KV shift", "2 layers, KV shift", "2 layers, plain"
@@ -39,15 +36,13 @@ MODELS: dict[str, dict[str, Any]] = {
     PLAIN_2: dict(n_layers=2),
 }
 COLORS = {SHIFT_1: SHIFTED_COLOR, SHIFT_2: "#009E73", PLAIN_2: PLAIN_COLOR}
-BLOCKS, SHORT = "repeated blocks", "A B A"
-"""What is read in training."""
 FRESH = 1
 """The seed of the texts on which trained models are examined."""
 
 
 @experiment(
     "KVSA sec. 3.2, 5",
-    "Which heads become induction heads, how far do they stand out, and are texts of two tokens enough?",
+    "Which heads become induction heads, and how far do they stand out?",
     cost=("a few seconds", "ten minutes on one core"),
     task=dict(vocab_size=(16, 64), length=(16, 32)),
     model=dict(d_model=(16, 64), d_head=(8, 16), **LLAMA_BLOCKS),
@@ -65,14 +60,12 @@ FRESH = 1
     n_texts=(10, 200),
 )
 def induction_heads(settings: Settings, tell: Tell) -> Reproduction:
-    """Train the models, score their heads, and let them answer A B C A."""
-    answers: list[dict[str, Any]] = []
-    curves, heads = train_cells(cells(settings, answers), settings, tell)
-    found = pd.DataFrame(answers)
+    """Train the models and score their heads."""
+    curves, heads = train_cells(cells(settings), settings, tell)
     return Reproduction(
-        tables={"curves": curves, "heads": heads, "answers": found},
+        tables={"curves": curves, "heads": heads},
         figure=partial(draw, heads),
-        comparisons=[*compare(heads, found, untrained(curves, settings))],
+        comparisons=[*compare(heads, untrained(curves, settings))],
         differences=[
             f"Width {settings['model']['d_model']}, vocabulary {settings['task']['vocab_size']}, length "
             f"{settings['task']['length']}, seeds {settings['seeds']}, {len(settings['seeds_of_one_layer'])} of one layer. A "
@@ -82,27 +75,18 @@ def induction_heads(settings: Settings, tell: Tell) -> Reproduction:
     )
 
 
-def cells(settings: Settings, answers: list[dict[str, Any]]) -> Iterator[Cell]:
-    """Yield one layer and two on repeated blocks, one layer on A B A; what they answer to A B C A goes to ``answers``."""
-    task, n_texts = settings["task"], settings["n_texts"]
-    # rotary positions have no weights, so that a model that is trained on short texts reads longer ones
-    models = {label: {**settings["model"], **own, "n_ctx": task["length"]} for label, own in MODELS.items()}
-    blocks = make_task("induction", **task)
+def cells(settings: Settings) -> Iterator[Cell]:
+    """Yield one layer, and two, on repeated blocks."""
+    blocks, n_texts = make_task("induction", **settings["task"]), settings["n_texts"]
+    models = {label: {**settings["model"], **own} for label, own in MODELS.items()}
 
-    def examine(reads: str, own: Task, label: str, seed: int, model: HookedKVTransformer) -> list[dict[str, Any]]:
-        if label == SHIFT_1:
-            answers.append(dict(model=label, seed=seed, reads=reads, **answers_to_three(model, n_texts)))
-        start = build_model(own, {**models[label], "seed": seed})
-        rows = head_rows(start, model, n_texts, task["length"] // 2)
-        return [dict(model=label, seed=seed, reads=reads, **row) for row in rows]
+    def examine(label: str, seed: int, model: HookedKVTransformer) -> list[dict[str, Any]]:
+        start = build_model(blocks, {**models[label], "seed": seed})
+        rows = head_rows(start, model, n_texts, settings["task"]["length"] // 2)
+        return [dict(model=label, seed=seed, **row) for row in rows]
 
-    for own, reads, labels, seeds in (
-        (blocks, BLOCKS, [SHIFT_1], settings["seeds_of_one_layer"]),
-        (make_task("induction", **{**task, "length": 3}, law="first_repeat"), SHORT, [SHIFT_1], settings["seeds_of_one_layer"]),
-        (blocks, BLOCKS, [SHIFT_2, PLAIN_2], settings["seeds"]),
-    ):
-        chosen = {label: models[label] for label in labels}
-        yield Cell(own, chosen, dict(reads=reads), seeds=seeds, title=reads, examine=partial(examine, reads, own))
+    for labels, seeds in (([SHIFT_1], settings["seeds_of_one_layer"]), ([SHIFT_2, PLAIN_2], settings["seeds"])):
+        yield Cell(blocks, {label: models[label] for label in labels}, seeds=seeds, title=labels[0], examine=examine)
 
 
 def head_rows(start: Any, model: HookedKVTransformer, n_texts: int, n_repeated: int) -> list[dict[str, object]]:
@@ -124,29 +108,17 @@ def coefficients(attn: Any, head: int) -> tuple[list[float], list[float]]:
     return attn.k_shift_coef[head].tolist(), attn.v_shift_coef[head].tolist()
 
 
-@torch.no_grad()
-def answers_to_three(model: HookedKVTransformer, n_texts: int) -> dict[str, float]:
-    """The shares of texts A B C A that the model continues with B, as an induction head does, and with C, the token before."""
-    tokens = draw_distinct(model.cfg.d_vocab, n_texts, 3, torch.Generator().manual_seed(FRESH))
-    text = torch.cat([tokens, tokens[:, :1]], dim=1)
-    answer = model(text.to(model.cfg.device))[:, -1].argmax(dim=-1).cpu()
-    return {name: float((answer == tokens[:, at]).double().mean()) for name, at in (("following", 1), ("previous", 2))}
-
-
 def untrained(curves: pd.DataFrame, settings: Settings) -> dict[Any, str | None]:
-    """Say by what they read and by model why the runs have not learned it; or None."""
+    """Say by model why the runs have not learned it; or None."""
     goal = Goal(make_task("induction", **settings["task"]).chance, best=1.0, share=0.9, y="accuracy")
-    by_model = of_heldout(curves).groupby(["reads", "model"])
-    return {(reads, label): goal.why_not_learned(own, f"{label}, on {reads},") for (reads, label), own in by_model}
+    return {label: goal.why_not_learned(own, f"{label}") for label, own in of_heldout(curves).groupby("model")}
 
 
-def compare(heads: pd.DataFrame, answers: pd.DataFrame, why: dict[Any, str | None]) -> Iterator[Comparison]:
-    """Compare the three statements, tested seed by seed; ``why`` is that of `untrained`."""
-    blocks = heads[heads["reads"] == BLOCKS]
-    yield compare_starts(blocks[blocks["model"] == SHIFT_1]).unless(why[BLOCKS, SHIFT_1])
+def compare(heads: pd.DataFrame, why: dict[Any, str | None]) -> Iterator[Comparison]:
+    """Compare both statements, tested seed by seed; ``why`` is that of `untrained`."""
+    yield compare_starts(heads[heads["model"] == SHIFT_1]).unless(why[SHIFT_1])
     for label in (SHIFT_1, SHIFT_2):
-        yield compare_gaps(blocks, label).unless(why[BLOCKS, label] or why[BLOCKS, PLAIN_2])
-    yield from (one.unless(why[SHORT, SHIFT_1]) for one in compare_short(answers))
+        yield compare_gaps(heads, label).unless(why[label] or why[PLAIN_2])
 
 
 def compare_starts(heads: pd.DataFrame) -> Comparison:
@@ -171,22 +143,9 @@ def compare_gaps(heads: pd.DataFrame, label: str) -> Comparison:
     return Comparison.tested_on(what, claim, differences_by_seed(gaps, label, PLAIN_2, "score"), ours=ours)
 
 
-def compare_short(answers: pd.DataFrame) -> Iterator[Comparison]:
-    """What a model that has read nothing but A B A makes of A B C A, beside one that has read longer texts."""
-    short, longer = (answers[answers["reads"] == reads].set_index("seed") for reads in (SHORT, BLOCKS))
-    what = "texts A B C A continued with C, the previous token, and with B, by a model of texts A B A"
-    claim = "with T = 2 the model learns the previous token"
-    ours = f"{short['previous'].mean():.2f} and {short['following'].mean():.2f}"
-    yield Comparison.tested_on(what, claim, (short["previous"] - short["following"]).tolist(), ours=ours)
-    what = "texts A B C A continued with B by a model of texts A B A, and by one of longer texts"
-    claim = "with T = 2 the model learns induction less well than from longer texts"
-    ours = f"{short['following'].mean():.2f} and {longer['following'].mean():.2f}"
-    yield Comparison.tested_on(what, claim, (longer["following"] - short["following"]).dropna().tolist(), ours=ours)
-
-
 def draw(heads: pd.DataFrame) -> Any:
     """Each head's score against the distance of its start from the induction head."""
-    shown = heads[(heads["model"] == SHIFT_1) & (heads["reads"] == BLOCKS)]
+    shown = heads[heads["model"] == SHIFT_1]
     shown = shown.assign(start=(shown["alpha_1"] ** 2 + (1 - shown["beta_1"]) ** 2) ** 0.5)
     title = "Heads of one layer with KV shift; a dot per head"
     xlabel = "distance of $(\\alpha_1, \\beta_1)$ from (0, 1) at the start"

@@ -1,4 +1,4 @@
-"""``landscape``: gradient descent on the shift coefficients of one head (KVSA th. 3 and fig. 2).
+"""``landscape``: gradient descent on the shift coefficients of one head (KVSA th. 3, fig. 2, and sec. 3.2's T = 2).
 
 The plane is that of fig. 2: alpha_1 on the horizontal axis, beta_1 on the vertical one, with alpha_2 = 1 - alpha_1 and
 beta_2 = 1 - beta_1. The induction head is at (0, 1). The background is :func:`kvlens.ops.induction.landscape_loss`, the loss in
@@ -8,10 +8,14 @@ its shift parameters from autograd. The two are compared, in value and gradient,
 
 Descent is *monotone* where it leads left and up, towards the induction head in both coordinates. If T - 4 (the paper's O(T),
 the number of irrelevant tokens) is small, it is not monotone everywhere.
+
+Texts A B A, the paper's T = 2, are too short for the theorem; `short_texts_loss` is their loss. There the head of the previous
+token, (1, 0), is an end of descent, too: it has the lower loss, and continues A B C A with C.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import matplotlib
@@ -20,7 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, softplus
 
 from kvlens.model import HookedKVTransformer
 from kvlens.ops.induction import landscape_loss
@@ -28,14 +32,16 @@ from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 from kvlens.papers.kvsa.constructed_models import landscape_model, set_shift
 
-INDUCTION_HEAD = (0.0, 1.0)
+INDUCTION_HEAD, PREVIOUS_TOKEN = (0.0, 1.0), (1.0, 0.0)
 """(alpha_1, beta_1)."""
+SHORT = 2
+"""The T of texts A B A."""
 
 STARTS = [[0.95, 0.9], [0.9, 0.05], [0.5, 0.5], [0.05, 0.03], [0.6, 0.98]]
 
 
 @experiment(
-    "KVSA th. 3 and fig. 2",
+    "KVSA th. 3, sec. 3.2, fig. 2",
     "Does gradient descent turn one layer with KV shift into an induction head, and how direct is the path?",
     cost=(
         "a second",
@@ -48,9 +54,10 @@ STARTS = [[0.95, 0.9], [0.9, 0.05], [0.5, 0.5], [0.05, 0.03], [0.6, 0.98]]
     max_steps=(400, 4000),
     seed=0,
     starts=([[0.95, 0.9], [0.05, 0.03]], STARTS),
+    n_starts=(40, 2000),
 )
 def landscape(settings: Settings, tell: Tell) -> Reproduction:
-    """Compute the plane for every T of ``settings``, and let the model descend on it from every start."""
+    """Compute the plane for every T of ``settings``, let the model descend on it, and see where many random starts end."""
     planes, paths = [], []
     for T in settings["T"]:
         planes.append(plane_of(T, settings["grid"]))
@@ -60,16 +67,23 @@ def landscape(settings: Settings, tell: Tell) -> Reproduction:
             steps = descend(model, tokens, answers, start, settings["step_per_token"] * T, settings["max_steps"])
             paths.append(pd.DataFrame(steps).assign(T=T, start=number))
     plane, path = pd.concat(planes, ignore_index=True), pd.concat(paths, ignore_index=True)
+    ends = pd.concat([ends_of(T, settings) for T in (SHORT, *settings["T"])], ignore_index=True)
     return Reproduction(
-        tables={"landscape": plane, "path": path},
+        tables={"landscape": plane, "path": path, "ends": ends},
         figure=lambda: draw(plane, path),
-        comparisons=[*compare(plane, path)],
+        comparisons=[*compare(plane, path), *compare_short_texts(ends)],
         differences=[
             "Gradient descent moves in the plane of fig. 2 and is confined to the unit square, from which coefficients are "
             "initialized; unconstrained, it passes the induction head and makes it ever sharper.",
             "The loss is the theorem's with the exponents of rows i - 1 and T corrected (see kvlens.ops.induction).",
+            f"{settings['n_starts']} starts for each T are uniform in the unit square; the paper names no law.",
         ],
     )
+
+
+def loss_in_plane(alpha_1: Float[Tensor, "*points"], beta_1: Float[Tensor, "*points"], T: int) -> Float[Tensor, "*points"]:
+    """The closed form where each pair of coefficients sums to 1."""
+    return landscape_loss(torch.stack([alpha_1, 1 - alpha_1], -1), torch.stack([beta_1, 1 - beta_1], -1), T)
 
 
 def slope_in_plane(
@@ -77,7 +91,7 @@ def slope_in_plane(
 ) -> tuple[Float[Tensor, "*points"], Float[Tensor, "*points"], Float[Tensor, "*points"]]:
     """The closed form and its derivatives by alpha_1 and beta_1, in the plane where each pair sums to 1."""
     alpha_1, beta_1 = alpha_1.detach().requires_grad_(), beta_1.detach().requires_grad_()
-    loss = landscape_loss(torch.stack([alpha_1, 1 - alpha_1], -1), torch.stack([beta_1, 1 - beta_1], -1), T)
+    loss = loss_in_plane(alpha_1, beta_1, T)
     by_alpha, by_beta = torch.autograd.grad(loss.sum(), (alpha_1, beta_1))
     return loss.detach(), by_alpha, by_beta
 
@@ -89,6 +103,45 @@ def plane_of(T: int, n: int) -> pd.DataFrame:
     loss, by_alpha, by_beta = slope_in_plane(alpha_1, beta_1, T)
     columns = dict(alpha_1=alpha_1, beta_1=beta_1, loss=loss, descent_alpha_1=-by_alpha, descent_beta_1=-by_beta)
     return pd.DataFrame({"T": T, **{name: values.numpy() for name, values in columns.items()}})
+
+
+# --- texts of two tokens, and many starts ---
+
+
+def short_texts_loss(alpha_1: Float[Tensor, "*points"], beta_1: Float[Tensor, "*points"]) -> Float[Tensor, "*points"]:
+    """The loss on texts A B A, whose answer is B, in nats, where each pair of coefficients sums to 1.
+
+    With a, b, S and the attention A1, A2 as in `kvlens.ops.induction`, S = 2 e^{a1} + e^{a2}, the logits are
+
+        B: A2 b1 + A1 b2        A: 2 A1 b1 + A2 b2
+    """
+    on_token, on_next, _ = torch.stack([alpha_1, 1 - alpha_1, alpha_1]).softmax(dim=0)
+    answer = on_next * beta_1 + on_token * (1 - beta_1)
+    return softplus(2 * on_token * beta_1 + on_next * (1 - beta_1) - answer)
+
+
+def ends_of(T: int, settings: Settings) -> pd.DataFrame:
+    """Where descent on the closed form leads from random starts: a row for each, with its two coefficients at the end."""
+    generator = torch.Generator().manual_seed(settings["seed"])
+    point = torch.rand(2, settings["n_starts"], generator=generator, dtype=torch.float64)
+    start = point.numpy()
+    loss: Callable[..., Tensor] = short_texts_loss if T == SHORT else partial(loss_in_plane, T=T)
+    for _ in range(settings["max_steps"]):
+        (slope,) = torch.autograd.grad(loss(*point.requires_grad_()).sum(), point)
+        before, point = point.detach(), (point.detach() - settings["step_per_token"] * T * slope).clamp(0, 1)
+        if torch.equal(point, before):
+            break
+    alpha_1, beta_1 = point.detach().numpy()
+    return pd.DataFrame(dict(T=T, start_alpha_1=start[0], start_beta_1=start[1], alpha_1=alpha_1, beta_1=beta_1))
+
+
+@torch.no_grad()
+def continuation(alpha_1: float, beta_1: float) -> dict[str, float]:
+    """What the model with these coefficients gives A, B and C after a text A B C A: their probabilities."""
+    model = landscape_model(torch.eye(3, dtype=torch.float64))
+    set_shift(model, alpha_1, beta_1)
+    shares = model(torch.tensor([[0, 1, 2, 0]]))[0, -1].softmax(dim=-1)
+    return dict(zip("ABC", shares.tolist(), strict=True))
 
 
 # --- the real model ---
@@ -186,6 +239,31 @@ def compare(plane: pd.DataFrame, path: pd.DataFrame) -> Iterator[Comparison]:
     distance = (ends["alpha_1"] - INDUCTION_HEAD[0]).abs() + (ends["beta_1"] - INDUCTION_HEAD[1]).abs()
     what = "largest final distance of a descent from (alpha_1, beta_1) = (0, 1)"
     yield Comparison.at_most(what, "the coefficients move towards the induction head", float(distance.max()), 0, paper=0.0)
+
+
+def compare_short_texts(ends: pd.DataFrame) -> Iterator[Comparison]:
+    """What texts A B A teach, beside longer ones; ``ends`` are those of `ends_of`."""
+    losses = [float(short_texts_loss(*torch.tensor(at, dtype=torch.float64))) for at in (PREVIOUS_TOKEN, INDUCTION_HEAD)]
+    what = "loss on texts A B A of the head of the previous token, and of the induction head, nats"
+    claim = "with T = 2 the previous token is enough for a low loss"
+    yield Comparison.at_most(what, claim, losses[0], losses[1], shown="{:.3f} and {:.3f}".format(*losses))
+    short, longer = ends[ends["T"] == SHORT], ends[ends["T"] != SHORT]
+    to_previous, to_induction = (is_at(short, end) for end in (PREVIOUS_TOKEN, INDUCTION_HEAD))
+    what = f"share of {len(short)} random starts from which texts A B A lead to the head of the previous token"
+    claim = "with T = 2 descent learns the previous token from most starts"
+    yield Comparison.of_share(f"{what} ({to_induction.mean():.3f} to the induction head)", claim, to_previous, 0.5)
+    shares = is_at(longer, INDUCTION_HEAD).groupby(longer["T"]).mean()
+    what = f"smallest share of starts that lead to the induction head, T = {', '.join(map(str, shares.index))}"
+    yield Comparison.at_least(what, "with longer texts descent learns the induction head", float(shares.min()), 1)
+    given = continuation(*PREVIOUS_TOKEN)
+    what = "probability of B, and of C, that the head of the previous token gives after A B C A"
+    claim = "the head of the previous token does not continue A B C A with B"
+    yield Comparison.at_most(what, claim, given["B"], given["C"], shown="{B:.3f} and {C:.3f}".format(**given))
+
+
+def is_at(ends: pd.DataFrame, point: tuple[float, float]) -> pd.Series:
+    """Which descents end at a point of the plane."""
+    return (ends["alpha_1"] == point[0]) & (ends["beta_1"] == point[1])
 
 
 # --- figure ---

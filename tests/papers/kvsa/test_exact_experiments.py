@@ -15,6 +15,7 @@ from kvlens.model import head_matrices
 from kvlens.model.config import KVShiftConfig
 from kvlens.ops.induction import induction_head, landscape_loss, naive_induction_head
 from kvlens.papers.kvsa import constructed_models, induction_exact, landscape
+from kvlens.papers.kvsa.constructed_models import landscape_model, set_shift
 
 BATCH, POS, D, VOCAB = 3, 13, 5, 7
 SIGMA, SLOPE = 0.6, 0.15
@@ -302,6 +303,45 @@ def test_the_plane_is_the_closed_form_and_points_downhill():
     # central differences: step^2 of truncation and eps / step of rounding, times derivatives and losses of size 1 to 3
     assert -point["descent_alpha_1"] == pytest.approx(float(by_alpha), abs=1e-9)
     assert -point["descent_beta_1"] == pytest.approx(float(by_beta), abs=1e-9)
+
+
+@pytest.mark.parametrize(("alpha_1", "beta_1"), [(0.3, 0.9), (1.0, 0.0), (0.0, 1.0), (-0.4, 1.3)])
+def test_the_loss_of_texts_of_two_tokens_is_the_models(alpha_1, beta_1):
+    model, tokens = landscape_model(torch.eye(2, dtype=torch.float64)), torch.tensor([[0, 1, 0], [1, 0, 1]])
+    set_shift(model, alpha_1, beta_1)
+    loss, *slope = landscape.model_slope(model, tokens, torch.tensor([1, 0]))
+    at = torch.tensor([alpha_1, beta_1], dtype=torch.float64, requires_grad=True)
+    closed = landscape.short_texts_loss(*at)
+    assert abs(loss - closed.item()) <= 1e-11
+    (by_both,) = torch.autograd.grad(closed, at)
+    assert (torch.tensor(slope, dtype=torch.float64) - by_both).abs().max() <= 1e-11
+
+
+def test_texts_of_two_tokens_lead_to_either_head_and_longer_ones_to_one():
+    """By hand: at (1, 0) rows 1 and 3 get e / (2e + 1) each, of which row 3 holds B; row 2 gets 1 / (2e + 1) and holds A."""
+    settings = dict(seed=3, n_starts=50, max_steps=400, step_per_token=0.08)
+    short, longer = landscape.ends_of(2, settings), landscape.ends_of(5, settings)
+    by_hand = math.log1p(math.exp((1 - math.e) / (2 * math.e + 1)))
+    at = torch.tensor(landscape.PREVIOUS_TOKEN, dtype=torch.float64)
+    assert landscape.short_texts_loss(*at).item() == pytest.approx(by_hand, abs=1e-14)
+    heads = [landscape.is_at(short, end) for end in (landscape.PREVIOUS_TOKEN, landscape.INDUCTION_HEAD)]
+    assert all(ends.any() for ends in heads) and (heads[0] | heads[1]).all()
+    near = (short["start_alpha_1"] < 0.2) & (short["start_beta_1"] > 0.8)
+    assert near.any() and heads[1][near].all()
+    assert landscape.is_at(longer, landscape.INDUCTION_HEAD).all()
+
+
+def test_claims_about_texts_of_two_tokens_can_fail(monkeypatch):
+    def ends(T, *points):
+        return pd.DataFrame([dict(T=T, alpha_1=a, beta_1=b) for a, b in points])
+
+    previous, induction = landscape.PREVIOUS_TOKEN, landscape.INDUCTION_HEAD
+    found = landscape.compare_short_texts(pd.concat([ends(2, *[previous] * 40), ends(4, *[induction] * 40)]))
+    assert [one.holds for one in found] == [True] * 4
+    monkeypatch.setattr(landscape, "PREVIOUS_TOKEN", induction)  # the other way round: what holds of one head not of the other
+    monkeypatch.setattr(landscape, "INDUCTION_HEAD", previous)
+    found = landscape.compare_short_texts(pd.concat([ends(2, *[previous] * 40), ends(4, *[induction] * 40)]))
+    assert [one.holds for one in found] == [False] * 4
 
 
 # --- comparisons ---

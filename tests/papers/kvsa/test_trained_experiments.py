@@ -187,8 +187,8 @@ def test_a_run_that_is_shifted_elsewhere_trains_its_coefficients_and_is_not_kept
 
 def head_table(*models):
     """Rows of `induction_heads.head_rows`; each model: label, seed, and (alpha_1, beta_1, score) of its heads."""
-    rows = [(label, seed, induction_heads.BLOCKS, *head) for label, seed, heads in models for head in heads]
-    return runs(*rows, columns=["model", "seed", "reads", "alpha_1", "beta_1", "score"])
+    rows = [(label, seed, *head) for label, seed, heads in models for head in heads]
+    return runs(*rows, columns=["model", "seed", "alpha_1", "beta_1", "score"])
 
 
 def test_the_head_that_starts_nearest_to_the_induction_head_is_compared_with_the_others():
@@ -214,34 +214,17 @@ def test_heads_stand_out_by_the_largest_gap_between_neighbors():
     assert (one.ours, two.ours) == ("0.75 against 0.60", "0.40 against 0.60")
 
 
-def answer_table(short, longer):
-    kinds = ((induction_heads.SHORT, short), (induction_heads.BLOCKS, longer))
-    rows = [(reads, seed, *shares) for reads, shares in kinds for seed in SEEDS]
-    return runs(*rows, columns=["reads", "seed", "previous", "following"])
-
-
-@pytest.mark.parametrize(
-    ("short", "longer", "verdicts"),
-    [((0.9, 0.1), 1.0, [YES, YES]), ((0.1, 0.9), 0.5, [NO, NO]), ((0.4, 0.4), 0.4, [OPEN, OPEN])],
-)
-def test_a_model_of_short_texts_answers_with_the_previous_token_or_with_the_following_one(short, longer, verdicts):
-    previous, induction = induction_heads.compare_short(answer_table(short, (0.0, longer)))
-    assert [previous.verdict, induction.verdict] == verdicts
-    assert previous.ours == "{:.2f} and {:.2f}".format(*short) and induction.ours == f"{short[1]:.2f} and {longer:.2f}"
-
-
 @pytest.mark.parametrize(("plain_ends", "gaps"), [(1.0, OPEN), (0.5, UNTRAINED)])
 def test_heads_of_models_that_have_not_learned_are_not_compared(plain_ends, gaps):
-    read = itertools.product((induction_heads.BLOCKS, induction_heads.SHORT), induction_heads.MODELS, SEEDS)
     ends = {induction_heads.PLAIN_2: plain_ends}
-    curves = pd.concat(course(m, seed, [0.1, ends.get(m, 1.0)], reads=reads) for reads, m, seed in read)
+    trained = itertools.product(induction_heads.MODELS, SEEDS)
+    curves = pd.concat(course(m, seed, [0.1, ends.get(m, 1.0)]) for m, seed in trained)
     why = induction_heads.untrained(curves, induction_heads.induction_heads.scales["small"])
     heads = head_table(*((m, seed, [(0, 0, 0.1), (0, 1, 0.9)]) for m in induction_heads.MODELS for seed in SEEDS))
-    verdicts = [c.verdict for c in induction_heads.compare(heads, answer_table((1, 0), (0, 1)), why)]
-    assert verdicts == [YES, gaps, gaps, YES, YES]
+    assert [c.verdict for c in induction_heads.compare(heads, why)] == [YES, gaps, gaps]
 
 
-def test_scores_and_answers_of_an_induction_head():
+def test_scores_of_an_induction_head():
     """The head of th. 3 at (0, 1), made sharp; that its values are twice as large does not count."""
     model = landscape_model(torch.eye(12, dtype=torch.float64))
     attn = model.blocks[0].attn
@@ -251,10 +234,9 @@ def test_scores_and_answers_of_an_induction_head():
         attn.v_shift_coef.copy_(torch.tensor([[2.0, 0.0]]))
     (row,) = induction_heads.head_rows(model, model, 4, 6)
     assert (row["score"], row["alpha_1"], row["beta_1"]) == (pytest.approx(1, abs=1e-11), 0, 2)
-    assert induction_heads.answers_to_three(model, 20) == {"following": 1, "previous": 0}
     with torch.no_grad():
-        attn.W_Q.zero_()  # attends to all tokens equally: B and C tie
-        attn.v_shift_coef.copy_(torch.tensor([[0.0, 1.0]]))  # and reads their predecessors: A, B, C
+        attn.W_Q.zero_()  # attends to all tokens equally
+        attn.v_shift_coef.copy_(torch.tensor([[0.0, 1.0]]))  # and reads their predecessors
     (row,) = induction_heads.head_rows(model, model, 4, 6)
     # the token at the lag is read one position later; the queries of the second copy see 7 to 12 positions
     assert row["score"] == pytest.approx(sum(1 / n for n in range(7, 13)) / 6, abs=1e-11)
@@ -469,7 +451,6 @@ def test_the_small_scale_is_sound_up_to_the_training(name, monkeypatch):
 
     monkeypatch.setattr(learned, "train_cell", pretend)
     monkeypatch.setattr(arithmetic, "answer_accuracy", lambda *_: 0.5)
-    monkeypatch.setattr(induction_heads, "answers_to_three", lambda *_: {"previous": 0.5, "following": 0.5})
     two_heads = [dict(alpha_1=0.5, beta_1=beta, score=score) for beta, score in ((0.5, 0.2), (0.6, 0.2))]
     monkeypatch.setattr(induction_heads, "head_rows", lambda *_: two_heads)
     experiment = find_experiment(name)
