@@ -246,6 +246,8 @@ PROMPT_OR_CHAT = Field("prompt", lambda model, value: value if isinstance(value,
 """The same, but a chat as it is, for analyses that cut it into units."""
 TEXT = tokens_field("text", prepend_bos=False)
 """The text's tokens [pos], without BOS, since it follows the prompt."""
+TEXT_IF_ANY = tokens_field("text", prepend_bos=False, required=False)
+"""The same, or None where the prompt may end where the answer begins."""
 ANSWER = Field("answer", required=False)
 """The answer that is measured: words, or token ids; None if the record has none."""
 RIVAL = Field("rival", required=False)

@@ -109,9 +109,15 @@ def page(package: str) -> str:
 def _section(module: str, level: str) -> str:
     text = markdown(inspect.getdoc(importlib.import_module(module)) or "")
     text = re.sub(r"^#(?=#* )", f"{level}#", text, flags=re.M)
-    directives = [f".. auto{kind}:: {module}.{name}\n" for kind, name in objects()[module]]
+    directives = [f".. auto{kind}:: {module}.{name}\n{_options(module, kind, name)}" for kind, name in objects()[module]]
     shown = "\n".join(["```{eval-rst}", f".. py:currentmodule:: {module}\n", *directives, "```"])
     return f"{level} `{module}`\n\n```{{py:module}} {module}\n```\n\n{text}\n\n{shown}\n"
+
+
+def _options(module: str, kind: str, name: str) -> str:
+    """A constant that takes more than a line is shown without its value."""
+    is_long = kind == "data" and len(repr(getattr(importlib.import_module(module), name))) > 120
+    return "   :no-value:\n" if is_long else ""
 
 
 def fill(app: Any, docname: str, source: list[str]) -> None:

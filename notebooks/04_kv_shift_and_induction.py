@@ -73,7 +73,7 @@ accuracy
 #
 # For a single head with identity weights and random embeddings, the loss is known in closed form (KVSA theorem 3). The plot shows it
 # as a function of $\alpha_1 - \alpha_2$ (left: the predecessor's key) and $\beta_1 - \beta_2$ (top: the token's own value). The induction
-# head is the upper left corner. The lines are the four heads of our model, from random initialization (dot) to the end of training (star).
+# head is the upper left corner. The lines are the four heads of our model, from the first evaluation, after three steps (dot), to the end of training (star).
 
 # %%
 coefficients = learned.watched.assign(

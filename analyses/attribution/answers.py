@@ -79,7 +79,7 @@ class Question:
         cls,
         model: KVModel,
         prompt: PromptTokens,
-        text: TextTokens,
+        text: TextTokens | None,
         answer: Answer = None,
         rival: Rival = None,
         positions: Positions = "kept",
@@ -87,10 +87,16 @@ class Question:
         """Read from strings or tokens; without an answer the most probable next token is explained.
 
         Raises:
-            KVLensError: tokens that do not fit, an answer of no tokens, a rival that is the answer.
+            KVLensError: tokens that do not fit, no text behind a prompt that is no chat, an answer of no tokens, a rival that
+                is the answer.
         """
         layout = prompt_layout(model, prompt)
-        read_text = one_sequence(model, "text", text)
+        if text is not None:
+            read_text = one_sequence(model, "text", text)
+        elif isinstance(prompt, str | Tensor):
+            raise KVLensError("text: expected what follows the prompt, up to where the answer begins; only a chat needs none")
+        else:  # a chat ends with what begins the answer, which belongs to no unit
+            layout, read_text = layout.first(len(layout.tokens) - 1), layout.tokens[-1:]
         if answer is None:
             answer = int(text_logits(model, layout.tokens, read_text)[-1].argmax())
         return cls(model, layout, read_text, *answer_and_rival(model, answer, rival), positions, Account())

@@ -28,7 +28,7 @@ from kvlens.texts import joined, token_texts
 from kvlens.units import Unit, positions_of
 
 from ..bias.exchange import HEAD, Exchange, HeadExchange, exchangeable, in_one_space
-from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
+from ..declaration import PROMPT_OR_CHAT, TEXT_IF_ANY, Columns, Option, analysis
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens
 from .answers import BY, Answer, Positions, Question, Rival, Spans
@@ -57,7 +57,7 @@ WHOLE_PROMPT = -1
     "through which heads a sentence (word, token) of the prompt acts: parts of the bias swapped",
     cost="the prompt twice, and without each unit; the text twice for each head and shift state, and that once more for "
     "each unit",
-    inputs={"prompt": PROMPT_OR_CHAT},
+    inputs={"prompt": PROMPT_OR_CHAT, "text": TEXT_IF_ANY},
     options={
         "by": BY,
         "positions": Option("what follows a removed unit stays, or moves up", choices=("kept", "closed")),
@@ -68,7 +68,7 @@ WHOLE_PROMPT = -1
 def attribution_by_head(
     model: KVModel,
     prompt: PromptTokens,
-    text: TextTokens,
+    text: TextTokens | None = None,
     *,
     by: str | Spans = "sentence",
     answer: Answer = None,
@@ -150,7 +150,7 @@ POSITIONS = Columns(
     "where in the prompt a sentence's content is read: single positions' keys and values swapped",
     cost="the prompt once, and without each unit; for each unit the text twice for every position of the prompt, and four "
     "times more; as often again for every layer with each_layer",
-    inputs={"prompt": PROMPT_OR_CHAT},
+    inputs={"prompt": PROMPT_OR_CHAT, "text": TEXT_IF_ANY},
     options={
         "by": BY,
         "each_layer": Option("also a row for every layer"),
@@ -161,7 +161,7 @@ POSITIONS = Columns(
 def attribution_by_position(
     model: KVModel,
     prompt: PromptTokens,
-    text: TextTokens,
+    text: TextTokens | None = None,
     *,
     by: str | Spans = "sentence",
     answer: Answer = None,

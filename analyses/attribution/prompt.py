@@ -25,7 +25,7 @@ from kvlens import KVLensError, KVModel
 from kvlens.checks import Seed, Within, checked
 from kvlens.units import Unit, begins_with_bos, positions_of
 
-from ..declaration import PROMPT_OR_CHAT, Columns, Option, analysis
+from ..declaration import PROMPT_OR_CHAT, TEXT_IF_ANY, Columns, Option, analysis
 from ..predictions import EFFECT
 from ..sequences import PromptTokens, TextTokens, prompt_sequence
 from .answers import BY, Answer, Positions, Question, Rival, Spans
@@ -155,7 +155,7 @@ COLUMNS = Columns(
     "which sentence (word, token) of the prompt made the model say it: effects of removing it, with a null",
     cost="the prompt three times, and once without each unit from there on; the text three times, and twice for each "
     "unit; about once more for each unit of the null",
-    inputs={"prompt": PROMPT_OR_CHAT},
+    inputs={"prompt": PROMPT_OR_CHAT, "text": TEXT_IF_ANY},
     options={
         "by": BY,
         "method": Option("how effects are found", choices=tuple(ATTRIBUTION_METHODS)),
@@ -168,7 +168,7 @@ COLUMNS = Columns(
 def prompt_attribution(
     model: KVModel,
     prompt: PromptTokens,
-    text: TextTokens,
+    text: TextTokens | None = None,
     *,
     by: str | Spans = "sentence",
     answer: Answer = None,
@@ -182,7 +182,8 @@ def prompt_attribution(
     Args:
         model: linear or softmax.
         prompt: a string, a chat, or tokens [pos] with BOS where the model wants one.
-        text: what follows the prompt, a string or tokens [pos] without BOS, up to where the answer begins.
+        text: what follows the prompt, a string or tokens [pos] without BOS, up to where the answer begins; behind a chat the
+            first words of the answer, or None where that begins at once.
         by: the units: ``token``, ``word``, ``sentence``, ``paragraph``, or token ranges.
         answer: whose log-probability is explained: a string, a token, or several tokens, which add up; None for the most
             probable next token.

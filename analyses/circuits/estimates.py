@@ -13,7 +13,7 @@ from kvlens import HookedKVTransformer, KVLensError, KVModel
 from kvlens.checks import Within, checked
 from kvlens.units import By
 
-from ..declaration import PROMPT_OR_CHAT, Field, Option, analysis, tokens_field
+from ..declaration import PROMPT_OR_CHAT, TEXT_IF_ANY, Field, Option, analysis, tokens_field
 from ..registry import on_its_front_ends
 from ..segments import progress
 from .circuit import EDGES, Circuit
@@ -212,7 +212,7 @@ def _gradients(
     inputs={
         "prompt": PROMPT_OR_CHAT,
         "corrupted": tokens_field("corrupted", prepend_bos=True, required=False),
-        "text": tokens_field("text", prepend_bos=False, required=False),
+        "text": TEXT_IF_ANY,
         "without": Field("without", lambda model, value: [value] if isinstance(value, str) else value, required=False),
     },
     options={

@@ -10,7 +10,7 @@ keys. In a cache, use the full name (``cache["blocks.0.attn.hook_phi_q"]``) or t
 | ``hook_k_shifted``, ``hook_v_shifted``, ``hook_q_shifted`` | [batch, pos, kv_head or head, d_head] | after the shift, before RoPE |
 | ``hook_phi_q``, ``hook_phi_k`` | [batch, pos, head or kv_head, d_phi] | features; ``hook_rot_q``, ``hook_rot_k`` hold the rotated ones |
 | ``hook_b_kv``, ``hook_b_d`` | [batch or 1, head, d_phi(, d_head)] | the bias as read, at every pass and decoding step; by query head, even with grouped keys. For softmax times exp(``log_scale``): the numbers of one bias can be put into another |
-| ``hook_b_keys`` | [batch or 1, head, key, d_head] | softmax: the virtual keys as read, likewise by query head. With ``hook_b_kv`` and ``hook_b_d`` they are the whole bias: patch all three (to ablate a head, zeros in those two are enough), and with a KV shift the last rows, too |
+| ``hook_b_keys`` | [batch or 1, head, key, d_head] | softmax: the virtual keys as read, likewise by query head. With ``hook_b_kv`` and ``hook_b_d`` they are the whole bias: patch all three (to ablate a head, zeros in those two are enough without a KV shift), and with a KV shift the last rows, too |
 | ``hook_last_k``, ``hook_last_v``, ``hook_last_q`` | [batch or 1, window, kv_head or head, d_head] | the shift state as read |
 | ``hook_normalizer`` | [batch, pos, head] | phi(q).D, bias included; for softmax with a bias, the logarithm of the normalizer |
 | ``hook_z_context``, ``hook_z_bias`` | [batch, pos, head, d_head] | the two summands of ``hook_z`` |

@@ -24,10 +24,20 @@ Many prompts: which layers and heads read a fact (:mod:`~kvlens.explanation.read
 the prompt or from memory (:mod:`~kvlens.explanation.context_or_memory`).
 """
 
+from kvlens.explanation.context_or_memory import StatedFact, context_or_memory
 from kvlens.explanation.explained import Explained
 from kvlens.explanation.page import explanation_page
 from kvlens.explanation.presentation import paragraphs
 from kvlens.explanation.steps import explain
 from kvlens.explanation.view import explanation_view, in_words
 
-__all__ = ["Explained", "explain", "explanation_page", "explanation_view", "in_words", "paragraphs"]
+__all__ = [
+    "Explained",
+    "StatedFact",
+    "context_or_memory",
+    "explain",
+    "explanation_page",
+    "explanation_view",
+    "in_words",
+    "paragraphs",
+]

@@ -297,8 +297,16 @@ def _no_cause(found: Any) -> Iterator[PrintedSentence]:
     kept = each[each["gap"] == "kept"]
     row = kept.loc[kept["nats"].idxmax()]
     if row.nats > 0:
-        most = f"It falls most, by {row.nats:.2g} nats, without {unit_named(found, int(row.parts))}"
+        most = f"It falls most, by {row.nats:.2g} nats{_where(found, row)}, without {unit_named(found, int(row.parts))}"
         yield PrintedSentence(_ended(f"{most}: {outcome(found.named, row)}"), (int(row.name),))
+
+
+def _where(found: Any, row: Any) -> str:
+    """At which word a whole answer falls most, which need not be one that the answer is about."""
+    if not found.is_whole:
+        return ""
+    falls = found.effects[found.effects["unit"] == int(row.parts)]
+    return f", most of all at {falls['text'][falls['effect'].idxmax()]!r}"
 
 
 def _of_layers(found: Any) -> Iterator[PrintedSentence]:

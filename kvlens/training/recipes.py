@@ -16,6 +16,7 @@ from kvlens.tasks.task import Model
 DEFAULT_MODEL: dict[str, object] = dict(
     n_layers=2, d_model=128, d_head=32, act_fn="gelu", normalization_type="LN", positional_embedding_type="rotary"
 )
+"""What a model is unless its settings say otherwise. Its heads have a width of 32, so that ``d_model=32`` alone is one head."""
 NOT_SETTINGS = ("device", "model_name")
 """Fields of a configuration that are arguments of `build_model`."""
 

@@ -40,7 +40,8 @@ class TrainResult:
             or squared error), ``accuracy`` (share of scored positions; NaN for numbers), ``tokens`` (positions seen so far),
             ``learning_rate`` (of that update; of the last one for "heldout"), ``grad_norm`` (before clipping; NaN for
             "heldout").
-        watched: the parameters that ``watch`` matched, at each evaluation: ``step``, ``parameter``, flat ``index``, ``value``.
+        watched: the parameters that ``watch`` matched, at each evaluation, the first of which is after ``eval_every`` steps:
+            ``step``, ``parameter``, flat ``index``, ``value``.
         steps: updates done.
         stopped_by: "steps", "accuracy", "patience" or "time".
         best_loss, best_step: loss and step of the best evaluation.

@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from analysis_models import VARIANTS, tokens
+from chat_templates import chat_model
 from kvlens.analyses.attribution.answers import Question
 from kvlens.analyses.attribution.methods import (
     ContextCite,
@@ -24,11 +25,12 @@ from kvlens.analyses.attribution.methods import (
 )
 from kvlens.analyses.attribution.prompt import Null, enough_for, holm, p_values
 from kvlens.analyses.attribution.terms import factors, hidden_from_text
+from kvlens.analyses.declaration import Record
 from small_models import sharp
 from stacked_tensors import with_stacked
 from torch.nn.functional import logsigmoid
 
-from kvlens import HookedKVTransformer, KVLensError, carry_bias, convert_prompt, logits_after
+from kvlens import Chat, HookedKVTransformer, KVLensError, carry_bias, convert_prompt, logits_after
 from kvlens.analyses import attribution_by_head, attribution_by_position, prompt_attribution
 from kvlens.chat import prompt_units
 from kvlens.components import hidden_tokens_keep_positions
@@ -55,6 +57,25 @@ def model(request) -> HookedKVTransformer:
 def log_p(model, bias, token: int, text=TEXT) -> float:
     with model.kv_bias(bias):
         return float(model(text[None], attention_mask=torch.ones_like(text[None]))[0, -1].log_softmax(dim=-1)[token])
+
+
+def test_behind_a_chat_the_answer_may_begin_at_once():
+    """Its last token, which begins the answer, is the text then; words of the question are no unit."""
+    model, chat = (
+        chat_model(),
+        Chat.ask("where is the cat", {"notes.txt": "the cat sat on the mat. the mat is red."}, "be brief"),
+    )
+    read, asked = chat.tokens(model), dict(answer="the mat")
+    found = prompt_attribution(model, chat, **asked)
+    assert found["name"].tolist() == ["system, sentence 1", "notes.txt, sentence 1", "notes.txt, sentence 2"]
+    spans = list(zip(found["start"], found["stop"], strict=True))
+    given = prompt_attribution(model, read[:-1], read[-1:], by=spans, **asked)
+    assert torch.equal(*(torch.tensor(table["total_effect"].to_numpy()) for table in (found, given)))
+    in_batch = prompt_attribution.analysis.run(model, Record("1", chat, None, asked))
+    pd.testing.assert_frame_equal(in_batch, found)
+    for function in FUNCTIONS:
+        with pytest.raises(KVLensError, match="text: expected what follows the prompt"):
+            function(model, "the cat sat", **asked)
 
 
 class Tables(NamedTuple):
