@@ -297,7 +297,7 @@ def _no_cause(found: Any) -> Iterator[PrintedSentence]:
     kept = each[each["gap"] == "kept"]
     row = kept.loc[kept["nats"].idxmax()]
     if row.nats > 0:
-        most = f"It falls most, by {row.nats:.2g} nats{_where(found, row)}, without {unit_named(found, int(row.parts))}"
+        most = f"It falls most without {unit_named(found, int(row.parts))}, by {row.nats:.2g} nats{_where(found, row)}"
         yield PrintedSentence(_ended(f"{most}: {outcome(found.named, row)}"), (int(row.name),))
 
 

@@ -408,6 +408,9 @@ def test_what_does_not_depend_on_the_prompt_is_said_so():
     found = kvlens.explain(model, "Mira keeps a goat. Pavel has a parrot.", " Pavel has a parrot. Pavel has a")
     assert found.cause == () and found.n_layers == 0
     assert "No part" in str(found)
+    if found.is_whole:  # the word at which it falls most need not be one that the answer is about
+        falls = found.effects[found.effects["unit"] == found.units["effect"].idxmax()]
+        assert f"most of all at {falls['text'][falls['effect'].idxmax()]!r}" in " ".join(str(found).split())
 
 
 def test_about_answer_and_budget(model):
