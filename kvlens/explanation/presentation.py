@@ -13,6 +13,11 @@ from kvlens.explanation.exchanges import POSITION_GROUPS
 LONGEST_UNIT, LONGEST_SAID = 160, 240
 MEANINGS = (
     ("without", "these tokens are deleted, the others keep their positions, and the model is run again"),
+    (
+        "the model says",
+        "its own text, from the first difference on that is no near tie; before it, and so at near ties, the answer's words "
+        "are kept",
+    ),
     ("the gap is closed", "what follows the deleted tokens moves up, as if they had never been there"),
     (
         "lost",
