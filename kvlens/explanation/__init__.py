@@ -21,11 +21,11 @@
    of what analyses add (:mod:`~kvlens.explanation.page`).
 
 Many prompts: which layers and heads read a fact (:mod:`~kvlens.explanation.reading`), and whether an answer comes from
-the prompt or from memory (:mod:`~kvlens.explanation.context_or_memory`).
+the prompt or from memory (:mod:`~kvlens.explanation.from_memory`).
 """
 
-from kvlens.explanation.context_or_memory import StatedFact, context_or_memory
 from kvlens.explanation.explained import Explained
+from kvlens.explanation.from_memory import StatedFact, context_or_memory
 from kvlens.explanation.page import explanation_page
 from kvlens.explanation.presentation import paragraphs
 from kvlens.explanation.steps import explain

@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 import kvlens
-from kvlens.explanation.context_or_memory import ORIGINS, StatedFact, context_or_memory
+from kvlens.explanation.from_memory import ORIGINS, StatedFact, context_or_memory
 from kvlens.explanation.reading import wilson
 
 COMPLETE = "Complete this sentence with the name or the word that is missing, in a few words: {} ..."

@@ -13,8 +13,8 @@ from kvlens import KVLensError, convert_prompt, counterfactuals
 from kvlens.explanation import by_unit, explanation_view, runs
 from kvlens.explanation.by_unit import UnitSearch
 from kvlens.explanation.claims import FIRM, claim_of, claims_of, content_words, normal, verdict, walk
-from kvlens.explanation.context_or_memory import StatedFact, context_or_memory, origin_of
 from kvlens.explanation.exchanges import places_of, position_groups
+from kvlens.explanation.from_memory import StatedFact, context_or_memory, origin_of
 from kvlens.explanation.presentation import _some_units
 from kvlens.explanation.runs import ExplanationProgress
 from kvlens.explanation.view import _data
