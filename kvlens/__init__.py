@@ -78,7 +78,8 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'kvlens' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return found
 
 
 def __dir__() -> list[str]:

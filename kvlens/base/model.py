@@ -289,7 +289,7 @@ class HookedTransformer(HasText, HasWeights):
     def forward(
         self,
         input: Any,  # noqa: A002
-        return_type: str | None = "logits",
+        return_type: RETURNS = "logits",
         loss_per_token: bool = False,
         prepend_bos: bool | None = USE_DEFAULT_VALUE,
         padding_side: str | None = USE_DEFAULT_VALUE,
@@ -315,7 +315,6 @@ class HookedTransformer(HasText, HasWeights):
             past_kv_cache: a decode cache, or behind ``start_at_layer`` its entry of each layer; new keys and values are stored
                 in it unless it is frozen.
         """
-        ensure("forward: return_type", RETURNS, return_type)
         if start_at_layer is None:
             read = self.input_to_embed(input, prepend_bos, padding_side, attention_mask, past_kv_cache)
             residual, tokens, shortformer_pos_embed, attention_mask = read
@@ -338,6 +337,7 @@ class HookedTransformer(HasText, HasWeights):
         logits = apply_softcap(self.unembed(residual), self.cfg.output_logits_soft_cap)
         if return_type == "logits":
             return logits
+        ensure("forward: return_type", RETURNS, return_type)
         if tokens is None:
             raise KVLensError("forward: a loss needs the tokens: with start_at_layer, pass tokens=")
         loss = self.loss_fn(logits, tokens, attention_mask, per_token=loss_per_token)

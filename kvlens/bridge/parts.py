@@ -35,7 +35,7 @@ from kvlens.bridge.table import SUPPORTED
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.mixers import has_mixer
-from kvlens.model.fingerprint import hashed_once
+from kvlens.model.fingerprint import weights_hash, while_unchanged
 from kvlens.model.protocol import Block, Ends, LinearNorm, Norms
 from kvlens.model.protocol import Part as LayerPart
 from kvlens.pretrained.translation import SUPPORTED_ARCHITECTURES
@@ -374,7 +374,7 @@ def fingerprint_of(bridge: Any, with_weights: bool = True) -> Fingerprint:
             (sizes.n_heads, sizes.n_kv_heads, sizes.d_head, 0) if n in attention else (0,) * 4 for n in range(cfg.n_layers)
         ),
         rest="; ".join(f"{name} {json.dumps(value, sort_keys=True, default=str)}" for name, value in sorted(rest.items())),
-        weights=hashed_once(bridge, partial(_weights, bridge)) if with_weights else "",
+        weights=while_unchanged(bridge, (), lambda: weights_hash(_weights(bridge))) if with_weights else "",
         d_key=None if sizes.d_key == sizes.d_head else sizes.d_key,
     )
 

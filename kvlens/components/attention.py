@@ -73,7 +73,8 @@ class KVAttention(Attention):
         super().__init__(cfg, attn_type, layer_id)
         for name in KVLENS_HOOKS:
             setattr(self, name, HookPoint())
-        for x, n_heads in shifted_heads(cfg).items():
+        self.shifted = shifted_heads(cfg)
+        for x, n_heads in self.shifted.items():
             setattr(self, f"{x}_shift_coef", nn.Parameter(torch.zeros(n_heads, cfg.kv_shift.window + 1, dtype=cfg.dtype)))
         self.variant = cfg.attention_variant
         mlps = None if self.variant is None else self.variant.augmented
@@ -86,7 +87,7 @@ class KVAttention(Attention):
         """Initialize what kvlens adds: shift coefficients, drawn independently for keys, values and queries (KVSA sec. 2.2),
         augmented keys and values, and the parameters of the heads."""
         shift = self.cfg.kv_shift
-        for x, n_heads in shifted_heads(self.cfg).items():
+        for x, n_heads in self.shifted.items():
             initial = initial_shift_parameter(n_heads, shift.window, shift.parametrization, shift.init, generator)
             getattr(self, f"{x}_shift_coef").copy_(initial)
         for mlp in (self.augment_k, self.augment_v):
@@ -137,7 +138,7 @@ class KVAttention(Attention):
         are read (and their hooks fire), or zeros. ``mask`` is True at real tokens, or None.
         """
         projections, after = dict(projections), {}
-        for x in shifted_heads(self.cfg):
+        for x in self.shifted:
             raw, before = projections[x], state.get(x)
             if before is None and self.layer_bias is not None:
                 before = self.layer_bias.last[x].to(raw.device, raw.dtype)

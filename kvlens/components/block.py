@@ -28,7 +28,10 @@ class KVBlock(TransformerBlock):
 
     def attention_inputs(self, resid_pre: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """As in the base; the usual stream is normalized once, not for queries, keys and values each."""
-        if not self._is_usual():
+        cfg = self.cfg
+        by_head = cfg.use_attn_in or cfg.use_split_qkv_input
+        behind = cfg.use_normalization_before_and_after or self.norms_follow
+        if by_head or behind or cfg.positional_embedding_type == "shortformer":
             return super().attention_inputs(resid_pre, positions)
         return (self.ln1(resid_pre),) * 3
 
@@ -36,12 +39,6 @@ class KVBlock(TransformerBlock):
         """The hook point at which a hook may keep only the last positions: behind it no position reads another. That is where
         the heads' outputs are; the end of the block, where anything in it is hooked and may want all positions."""
         return "hook_resid_post" if is_hooked(*self.modules()) else "attn.hook_z"
-
-    def _is_usual(self) -> bool:
-        cfg = self.cfg
-        split = cfg.use_attn_in or cfg.use_split_qkv_input
-        after = cfg.use_normalization_before_and_after or self.norms_follow
-        return not split and not after and cfg.positional_embedding_type != "shortformer"
 
 
 class _Offset(nn.Module):

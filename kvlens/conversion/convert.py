@@ -54,7 +54,6 @@ from kvlens.errors import KVLensError, check_known, nearest, nearest_name, warn
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.kv_bias.fit import Recall, of_sum
 from kvlens.model import HookedKVTransformer, attention_parts
-from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.protocol import KVModel, ReadsPrompts
 from kvlens.terminal import progress_bar
 from kvlens.units import layout_of_tokens
@@ -165,12 +164,11 @@ def convert_prompt(
         if is_softmax:
             bar = _bar(verbose, on_progress)
             bias, whole = _convert_softmax(cast(ReadsPrompts, model), tokens, old, fingerprint, way, fwd_hooks, bar)
+            bias = bias if tokens.has_batch or (old is not None and not old.single) else bias.select_prompt(0)
         else:
             assert isinstance(model, HookedKVTransformer)
             bias = convert_linear_prompt(model, tokens, old, fingerprint, fwd_hooks, segment_length, on_progress)
         bias.check_finite("convert_prompt")
-        if not tokens.has_batch and (old is None or old.batch_size is None):
-            bias = bias.select_prompt(0)
         changed = bool(len(without) or replace or fwd_hooks or isinstance(prompt, Counterfactuals))
         if isinstance(way, Approximation) and way.n_held_out and old is None and not changed:
             bias = _with_recall(model, prompt, tokens, whole, bias)
@@ -195,9 +193,9 @@ def _bar(verbose: bool, on_progress: Callable[[float], None] | None) -> Iterator
 
 def _check_convertible(model: HookedKVTransformer) -> None:
     """Raise KVLensError if the model's prompts cannot be converted to a bias."""
-    reason = why_no_kv_bias(model.cfg.attention_variant)
-    if reason is not None:
-        raise KVLensError(f"convert_prompt: a prompt of this model has no KV bias: {reason}")
+    variant = model.cfg.attention_variant
+    if variant is not None and variant.why_no_kv_bias is not None:
+        raise KVLensError(f"convert_prompt: a prompt of this model has no KV bias: {variant.why_no_kv_bias}")
     if model.cfg.attention_dir != "causal":
         raise KVLensError(
             "convert_prompt: with bidirectional attention the prompt's own keys depend on the text after it, so no single "
@@ -258,6 +256,8 @@ def option_names(kind: type[ConversionMethod]) -> list[str]:
 
 def _checked_method(is_softmax: bool, method: str | ConversionMethod, options: Mapping[str, Any]) -> ConversionMethod:
     """The method; linear attention has only the exact one."""
+    if method == "exact" and not options:
+        return Exact()
     if is_softmax:
         return method_of(method, options, _own_arguments())
     asked = [*(["method"] if method != "exact" and not isinstance(method, Exact) else []), *options]

@@ -60,7 +60,8 @@ def convert_linear_prompt(
     layers = [_layer(block.attn, state, n_positions, tokens.device) for block, state in zip(model.blocks, states, strict=True)]
     before = (0, 0) if old is None else (old.to(tokens.device).n_prompt_tokens, old.to(tokens.device).position_offset)
     offset = 0 if cfg.rotates_after else n_positions + before[1]
-    return KVBias(tuple(layers), lengths + before[0], offset, fingerprint, record=None)
+    single = not prompt.has_batch and (old is None or old.single)
+    return KVBias(tuple(layers), lengths + before[0], offset, fingerprint, record=None, single=single)
 
 
 def _layer(attn: KVAttention, left: LinearCacheEntry, n_positions: int | Tensor, device: torch.device) -> Layer:

@@ -187,7 +187,8 @@ class Keys(Features):
         return in_use(self.b_kv, self.b_d).unflatten(1, (self.n_kv_heads, -1)).any(dim=2)
 
     def tensors(self) -> dict[str, Tensor]:
-        return {**super().tensors(), **self.features.tensors()}
+        own = {"b_kv": self.b_kv, "b_d": self.b_d, "log_scale": self.log_scale}
+        return {**own, "keys": self.features.keys, "distance": self.features.distance}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Keys":
         own = {name: x for name, x in tensors.items() if name not in ("keys", "distance")}
@@ -353,8 +354,9 @@ class Layer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Those that have a row for each prompt by the names that :meth:`kvlens.KVBias.stacked` takes."""
-        found = {} if self.attention is None else self.attention.tensors()
-        found |= {} if self.state is None else {"state": self.state.b_kv}
+        found: dict[str, Tensor] = {}
+        for part in self.parts:
+            found |= {"state": part.b_kv} if part.b_d is None else part.tensors()
         return found | {name if name == "conv" else f"last_{name}": x for name, x in self.last.items()}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Layer":

@@ -125,17 +125,15 @@ class AttentionVariantConfig(_GivenVariants):
         """Whether p_ii is needed."""
         return self.regularised is not None and self.regularised.form == "one_step"
 
+    @property
+    def why_no_kv_bias(self) -> str | None:
+        """Why a prompt of a model with this variant has no KV bias; None if it has one."""
+        if self.negative is not None:
+            return "negative samples are chosen among all tokens' scores, but a bias has no scores for the prompt's tokens"
+        if self.ridge is not None:
+            return "ridge attention also needs sum phi(k) phi(k)^T of the prompt, which b_KV and b_D do not hold"
+        return None
+
     def to_json(self) -> dict[str, Any]:
         """The variants that are set, as dicts of their fields."""
         return {name: value for name, value in asdict(self).items() if value is not None}
-
-
-def why_no_kv_bias(variant: AttentionVariantConfig | None) -> str | None:
-    """Why a prompt of a model with this variant has no KV bias; None if it has one."""
-    if variant is None:
-        return None
-    if variant.negative is not None:
-        return "negative samples are chosen among the scores of all tokens, but a bias has no scores for the prompt's tokens"
-    if variant.ridge is not None:
-        return "ridge attention also needs sum phi(k) phi(k)^T of the prompt, which b_KV and b_D do not hold"
-    return None

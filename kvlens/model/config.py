@@ -19,7 +19,7 @@ from kvlens.checks import INT_MAX, Within, checked, ensure, from_fields, one_of
 from kvlens.components import FEATURE_MAPS
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, check_known
-from kvlens.model.attention_variant import AttentionVariantConfig, why_no_kv_bias
+from kvlens.model.attention_variant import AttentionVariantConfig
 from kvlens.ops.linear_attention import retnet_decay
 
 SIZE, POSITIVE = Annotated[int, Within(1, 2**31 - 1)], Annotated[float, Within(above=0)]
@@ -326,8 +326,8 @@ class HookedKVTransformerConfig(_Given):
             f"{negative} needs all scores, which linear_attention_form={self.linear_attention_form!r} never computes",
         )
         yield (
-            self.trainable_kv_bias and why_no_kv_bias(variant) is not None,
-            f"trainable_kv_bias cannot be combined with this attention_variant: {why_no_kv_bias(variant)}",
+            self.trainable_kv_bias and variant.why_no_kv_bias is not None,
+            f"trainable_kv_bias cannot be combined with this attention_variant: {variant.why_no_kv_bias}",
         )
         yield (
             self.original_architecture in NORM_OVER_ALL_HEADS or self.clip_qkv is not None,

@@ -1,9 +1,10 @@
 """A model's fingerprint, its structure and a hash of its weights (:mod:`kvlens.kv_bias.fields`); and whether they changed."""
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -16,6 +17,7 @@ from kvlens.kv_bias import Fingerprint
 from kvlens.memory import BLOCK_NUMBERS
 from kvlens.model.config import HookedKVTransformerConfig
 
+Found = TypeVar("Found")
 NAMED = {f.name for f in fields(Fingerprint)} | {"n_key_value_heads", *(f"{name}_by_layer" for name in HEAD_SIZES)}
 WITHOUT_EFFECT = {
     *("model_name", "tokenizer_name", "n_ctx", "seed", "dtype", "n_devices", "n_params", "trust_remote_code", "d_vocab_out"),
@@ -27,28 +29,28 @@ WITHOUT_EFFECT = {
 }
 """Fields of the configuration that change no activation, or only how it is computed. All others count, even new ones."""
 _TRAINED_BIAS = (".attn.b_KV", ".attn.b_D")  # an attached bias replaces them
-_HASHED: WeakKeyDictionary[nn.Module, tuple[list[ReferenceType[Tensor]], Any, str]] = WeakKeyDictionary()
-"""What a model's weights were when they were last hashed, and their hash."""
+_FOUND: WeakKeyDictionary[nn.Module, tuple[list[ReferenceType[Tensor]], Any, Any]] = WeakKeyDictionary()
+"""What a model's weights and settings were when it was last looked at, and what was computed of them."""
 
 
-def hashed_once(model: nn.Module, weights: Callable[[], Mapping[str, Tensor]]) -> str:
-    """:func:`weights_hash` of ``weights()``, or the last one if no weight changed, as :class:`WeightsThen` sees it.
+def while_unchanged(model: nn.Module, settings: Sequence[object], compute: Callable[[], Found]) -> Found:
+    """``compute()``, or what it gave last if since then no weight changed, as :class:`WeightsThen` sees it, and no setting.
 
     To hash the weights of a real model takes longer than to read a token.
     """
     now = WeightsThen(model)
     writes, places, firsts = now.seen
-    held, numbers = list(map(ref, now.tensors)), (writes, places, [of.tolist() for of in firsts])
-    held_then, numbers_then, found = _HASHED.get(model, ((), None, ""))
-    if numbers != numbers_then or not all(map(operator.is_, held, held_then)):
-        found = weights_hash(weights())
-        _HASHED[model] = held, numbers, found
+    held, then = list(map(ref, now.tensors)), (settings, writes, places, [of.tolist() for of in firsts])
+    last = _FOUND.get(model)
+    if last is None or then != last[1] or not all(map(operator.is_, held, last[0])):
+        last = _FOUND[model] = held, then, compute()
+    found: Found = last[2]
     return found
 
 
 def forget_hash(model: nn.Module) -> None:
-    """Let :func:`hashed_once` read all weights again."""
-    _HASHED.pop(model, None)
+    """Let :func:`while_unchanged` read all weights again."""
+    _FOUND.pop(model, None)
 
 
 class WeightsThen:
@@ -114,6 +116,11 @@ def look_again(model: Any, bias: Any, then: WeightsThen | None) -> WeightsThen |
 
 def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerprint:
     """Structure and current weights. Reads every weight (about 10 GB per second) if one has changed since the last time."""
+    settings = [list(value) if isinstance(value, list) else value for value in vars(cfg).values()]
+    return while_unchanged(model, settings, partial(_fingerprint, model, cfg))
+
+
+def _fingerprint(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerprint:
     linear, shift, decay = cfg.attention == "linear", cfg.kv_shift, cfg.decay_per_head()
     shift_words = () if shift is None else (f"{k} {v}" for k, v in asdict(shift).items() if k != "init")
     layers = map(cfg.of_layer, range(cfg.n_layers))
@@ -135,7 +142,7 @@ def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerpr
         kv_shift=", ".join(shift_words) or "none",
         rest=_rest(cfg),
         heads=tuple((of.n_heads, of.n_kv_heads, of.d_head, of.d_phi if linear else 0) for of in layers),
-        weights=hashed_once(model, model.state_dict),
+        weights=weights_hash(model.state_dict()),
     )
 
 

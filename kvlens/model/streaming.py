@@ -27,6 +27,7 @@ from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.utilities import USE_DEFAULT_VALUE, get_attention_mask
 
 from kvlens.base import HookedTransformer, Output
+from kvlens.base.model import RETURNS
 from kvlens.checks import Count, checked
 from kvlens.components import (
     LinearCacheEntry,
@@ -37,7 +38,6 @@ from kvlens.components import (
     upgrade_cache,
 )
 from kvlens.memory import NUMBERS_AT_ONCE, WIDEST_ELSEWHERE, WIDEST_ON_CPU, by_device
-from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.protocol import PromptBatch, PromptReading, QueriesRead
 
 MULTIPLE = 64
@@ -61,11 +61,9 @@ def streams(
 ) -> bool:
     """Whether a forward pass with these arguments runs in segments automatically: long, linear, no hooks, no gradients."""
     cfg = model.cfg
-    if not _has_a_state(cfg):
+    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point() or tokens.shape[1] <= MULTIPLE:
         return False
-    if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.is_floating_point():
-        return False
-    if tokens.shape[1] <= default_segment_length(model, tokens.shape[0]):
+    if not _has_a_state(cfg) or tokens.shape[1] <= default_segment_length(model, tokens.shape[0]):
         return False
     runs_layers = len(range(cfg.n_layers)[:stop_at_layer]) > 0  # the first layer counts the tokens
     has_loss = return_type in ("loss", "both") and (cache is None or not cache.previous_attention_mask.shape[1])
@@ -82,7 +80,8 @@ def _has_a_state(cfg: Any) -> bool:
     """Whether a state of fixed size carries the attention from segment to segment as fast as in a whole pass."""
     if cfg.attention != "linear" or cfg.linear_attention_form == "parallel":
         return False
-    return why_no_kv_bias(cfg.attention_variant) is None  # ridge attention after a state would run token by token
+    variant = cfg.attention_variant
+    return variant is None or variant.why_no_kv_bias is None  # ridge attention after a state would run token by token
 
 
 def has_hooks(model: torch.nn.Module) -> bool:
@@ -125,7 +124,7 @@ def segments(
     *,
     before: int = 0,
     segment_length: int | None = None,
-    return_type: str | None = "logits",
+    return_type: RETURNS = "logits",
     stop_at_layer: int | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> Iterator[Float[Tensor, "batch segment d"] | None]:
@@ -247,7 +246,7 @@ def forward_in_segments(
     output: Tensor | None = None
     losses: list[Tensor] = []
     last, start = None, 0
-    needed = None if return_type is None else "logits"
+    needed: RETURNS = None if return_type is None else "logits"
     for part in segments(model, tokens, whole, states, before=before, return_type=needed, stop_at_layer=stop_at_layer):
         if part is None:
             continue

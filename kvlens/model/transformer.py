@@ -16,6 +16,7 @@ from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.utilities import USE_DEFAULT_VALUE
 
 from kvlens.base import HookedTransformerConfig
+from kvlens.base.model import RETURNS
 from kvlens.checks import Finite, Within, checked
 from kvlens.components import (
     KVBlock,
@@ -29,7 +30,6 @@ from kvlens.components import (
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.model import streaming
-from kvlens.model.attention_variant import why_no_kv_bias
 from kvlens.model.config import POSITIONAL_TYPES, HookedKVTransformerConfig
 from kvlens.model.fingerprint import WeightsThen, fingerprint_of, look_again, weights_hash
 from kvlens.model.inputs import (
@@ -115,7 +115,7 @@ class HookedKVTransformer(LoadsAndSaves):
     def forward(
         self,
         input: Any,  # noqa: A002
-        return_type: str | None = "logits",
+        return_type: RETURNS = "logits",
         loss_per_token: bool = False,
         prepend_bos: bool | None = USE_DEFAULT_VALUE,
         padding_side: str | None = USE_DEFAULT_VALUE,
@@ -361,9 +361,9 @@ class HookedKVTransformer(LoadsAndSaves):
             KVLensError: the bias belongs to another model (the error names the field that differs), a number in it is not
                 finite, or another thread is using the model.
         """
-        reason = why_no_kv_bias(self.cfg.attention_variant)
-        if reason is not None:
-            raise KVLensError(f"attach_kv_bias: this model's attention cannot use a KV bias: {reason}")
+        variant = self.cfg.attention_variant
+        if variant is not None and variant.why_no_kv_bias is not None:
+            raise KVLensError(f"attach_kv_bias: this model's attention cannot use a KV bias: {variant.why_no_kv_bias}")
         bias.fingerprint.check(self.fingerprint(), "attach_kv_bias")
         bias.check_finite("attach_kv_bias")
         check_room(self.cfg, bias)

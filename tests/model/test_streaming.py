@@ -27,6 +27,7 @@ def short_segments(monkeypatch):
     """Segments of 5 tokens by default, or of as many as it is called with."""
 
     def of(length):
+        monkeypatch.setattr(streaming, "MULTIPLE", 1)
         monkeypatch.setattr(streaming, "default_segment_length", lambda *_: length)
 
     of(5)
