@@ -142,7 +142,7 @@ class TransformerBlock(nn.Module):
         return resid if self.norms_follow else self.ln2(resid)
 
 
-RETURNS = Literal["logits", "loss", "both"] | None
+PASS_RETURNS = Literal["logits", "loss", "both"] | None
 DATASETS = {"neel": "c4_code", "GPT2LMHeadModel": "openwebtext"} | dict.fromkeys(
     ("neel-solu-old", "GPTNeoForCausalLM", "GPTNeoXForCausalLM", "GPTJForCausalLM", "OPTForCausalLM"), "pile"
 )
@@ -289,7 +289,7 @@ class HookedTransformer(HasText, HasWeights):
     def forward(
         self,
         input: Any,  # noqa: A002
-        return_type: RETURNS = "logits",
+        return_type: PASS_RETURNS = "logits",
         loss_per_token: bool = False,
         prepend_bos: bool | None = USE_DEFAULT_VALUE,
         padding_side: str | None = USE_DEFAULT_VALUE,
@@ -337,7 +337,7 @@ class HookedTransformer(HasText, HasWeights):
         logits = apply_softcap(self.unembed(residual), self.cfg.output_logits_soft_cap)
         if return_type == "logits":
             return logits
-        ensure("forward: return_type", RETURNS, return_type)
+        ensure("forward: return_type", PASS_RETURNS, return_type)
         if tokens is None:
             raise KVLensError("forward: a loss needs the tokens: with start_at_layer, pass tokens=")
         loss = self.loss_fn(logits, tokens, attention_mask, per_token=loss_per_token)

@@ -48,9 +48,6 @@ class _Offset(nn.Module):
     W_pos: nn.Parameter
     position_offset: int | Tensor = 0
 
-    def has_offset(self) -> bool:
-        return isinstance(self.position_offset, Tensor) or self.position_offset != 0
-
     def positions(self, tokens: Tensor, past: int, attention_mask: Tensor | None) -> Int[Tensor, "#batch pos"]:
         given = given_places()
         if given is not None:
@@ -85,7 +82,8 @@ class OffsetPosEmbed(_Offset, PosEmbed):
         Raises:
             KVLensError: a position lies beyond ``n_ctx``.
         """
-        if not self.has_offset() and not all_take_positions():
+        starts_at_0 = isinstance(self.position_offset, int) and self.position_offset == 0
+        if starts_at_0 and not all_take_positions():
             return super().forward(tokens, past_kv_pos_offset, attention_mask)
         ids = self.positions(tokens, past_kv_pos_offset, attention_mask)
         if int(ids.max()) >= self.cfg.n_ctx:

@@ -84,7 +84,7 @@ def hidden_tokens_keep_positions(keep: bool = True, places: Int[Tensor, "batch p
 
 def counted_by(attention_mask: Tensor | None) -> Tensor | None:
     """The mask of tokens that take up positions: ``attention_mask``, or None if every token does."""
-    return None if all_take_positions() else attention_mask
+    return None if attention_mask is None or all_take_positions() else attention_mask
 
 
 def all_take_positions() -> bool:

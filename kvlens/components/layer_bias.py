@@ -191,17 +191,18 @@ def read_bias(attn: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | N
 
     b_D is None under normalizer "none".
     """
-    if attn.layer_bias is not None:
-        b_kv, b_d = attn.layer_bias.part.b_kv, attn.layer_bias.part.b_d
-        if is_hooked(attn.hook_b_kv, attn.hook_b_d):
-            b_kv, b_d = (attn.layer_bias.of_every_prompt(b) for b in (b_kv, b_d))
-    elif attn.cfg.trainable_kv_bias:
-        b_kv, b_d = attn.b_KV[None], attn.b_D[None]
-    else:
+    attached, hooked = attn.layer_bias, is_hooked(attn.hook_b_kv, attn.hook_b_d)
+    if attached is None and not attn.cfg.trainable_kv_bias:
         return None
-    b_kv, b_d = (b.to(attn.W_O.device, dtype) for b in (b_kv, b_d))
-    b_kv = _through(attn.hook_b_kv, b_kv)
-    return b_kv, None if attn.cfg.normalizer == "none" else _through(attn.hook_b_d, b_d)
+    bias = (attn.b_KV[None], attn.b_D[None]) if attached is None else (attached.part.b_kv, attached.part.b_d)
+    if hooked and attached is not None:
+        bias = attached.of_every_prompt(bias[0]), attached.of_every_prompt(bias[1])
+    b_kv, b_d = (b.to(attn.W_O.device, dtype) for b in bias)
+    if hooked:
+        b_kv = _through(attn.hook_b_kv, b_kv)
+    if attn.cfg.normalizer == "none":
+        return b_kv, None
+    return b_kv, _through(attn.hook_b_d, b_d) if hooked else b_d
 
 
 def _of_as_many_keys(hook: HookPoint, b: Tensor) -> Tensor:

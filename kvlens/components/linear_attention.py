@@ -179,7 +179,7 @@ class LinearHeads(Heads):
             z_context = out.numerator if divisor is None else out.numerator / divisor[..., None]
         z_bias = None
         if bias is not None:
-            z_bias = read_state(phi_q, bias[0], decay, self._steps(phi_q, self.n_before))
+            z_bias = read_state(phi_q, bias[0], decay, None if decay is None else self._steps(phi_q, self.n_before))
             z_bias = z_bias if divisor is None else z_bias / divisor[..., None]
         if n is not None and divisor is not n:
             self._check_nothing_visible(n, z_context if z_bias is None else z_context + z_bias)
@@ -300,7 +300,7 @@ class LinearHeads(Heads):
         z_context = read_values(attn, pattern, scores, visible, v, self.entry)
         if self.state is None or self.needs_pattern:  # then the pattern covers earlier tokens too
             return z_context
-        read = read_state(phi_q, self.state.kv, decay, self._steps(phi_q, 0))
+        read = read_state(phi_q, self.state.kv, decay, None if decay is None else self._steps(phi_q, 0))
         return z_context + (read if n is None else read / n[..., None])
 
     @staticmethod

@@ -314,12 +314,8 @@ def _convert_softmax(
     bar: contextlib.AbstractContextManager[Callable[[str, float], None]],
 ) -> tuple[KVBias, KVBias]:
     """The bias, and the exact bias of this prompt alone, both with a batch axis."""
-    method.check_model(model)
-    if isinstance(method, Approximation) and (fingerprint.layers_differ or not attention_parts(model)):
-        raise KVLensError(
-            f'convert_prompt: method="{method.name}" shares out keys over layers of equal heads, and this model has '
-            f'{"others" if fingerprint.layers_differ else "none"}: use method="exact"'
-        )
+    if isinstance(method, Approximation):
+        _check_approximation(model, fingerprint, method)
     exact = convert_exactly(model, prompt, fwd_hooks, old, fingerprint, method.needs_queries)
     bias, old = exact.bias, exact.old
     lengths = torch.as_tensor(prompt.lengths()).reshape(-1).tolist()
@@ -330,6 +326,16 @@ def _convert_softmax(
         with bar as tell:
             bias = _approximated(Teacher(model, prompt, wider, None if old is None else old.to(wide), method, tell), dtype)
     return bias if old is None else _on_top_of(old, bias), exact.bias
+
+
+def _check_approximation(model: ReadsPrompts, fingerprint: Fingerprint, method: Approximation) -> None:
+    """Raise KVLensError if the method does not support the model."""
+    method.check_model(model)
+    if fingerprint.layers_differ or not attention_parts(model):
+        raise KVLensError(
+            f'convert_prompt: method="{method.name}" shares out keys over layers of equal heads, and this model has '
+            f'{"others" if fingerprint.layers_differ else "none"}: use method="exact"'
+        )
 
 
 def _approximated(teacher: Teacher, dtype: torch.dtype) -> KVBias:

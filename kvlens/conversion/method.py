@@ -221,9 +221,6 @@ class ConversionMethod:
     needs_queries: ClassVar[bool] = False
     shorthand: ClassVar[Mapping[str, str]] = {}
 
-    def check_model(self, model: ReadsPrompts) -> None:
-        """Raise KVLensError if the method does not support ``model``. Called before the prompt is read."""
-
 
 @dataclass(frozen=True)
 class Exact(ConversionMethod):
@@ -243,6 +240,9 @@ class Approximation(ConversionMethod, TextOptions, ABC):
     """
 
     fits_on_text: ClassVar[bool] = False
+
+    def check_model(self, model: ReadsPrompts) -> None:
+        """Raise KVLensError if the method does not support ``model``. Called before the prompt is read."""
 
     def steps(self) -> dict[str, float]:
         """The steps of a fit, in order, each with its share of the time, in any unit; for progress bars."""

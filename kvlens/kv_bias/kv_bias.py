@@ -287,6 +287,8 @@ class KVBias:
         index = range(self.n_rows)[index]
         counts = self._counts(lambda value: int(value[index]))
         fit = None if self.fit is None else self.fit.select_prompt(index)
+        if self.n_rows == 1:
+            return replace(self, record=fit, single=True, **counts)
         return self._each(lambda layer: layer.rows(lambda x: x[index : index + 1]), fit, single=True, **counts)
 
     @checked

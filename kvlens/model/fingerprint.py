@@ -17,7 +17,7 @@ from kvlens.kv_bias import Fingerprint
 from kvlens.memory import BLOCK_NUMBERS
 from kvlens.model.config import HookedKVTransformerConfig
 
-Found = TypeVar("Found")
+_Made = TypeVar("_Made")
 NAMED = {f.name for f in fields(Fingerprint)} | {"n_key_value_heads", *(f"{name}_by_layer" for name in HEAD_SIZES)}
 WITHOUT_EFFECT = {
     *("model_name", "tokenizer_name", "n_ctx", "seed", "dtype", "n_devices", "n_params", "trust_remote_code", "d_vocab_out"),
@@ -33,7 +33,7 @@ _FOUND: WeakKeyDictionary[nn.Module, tuple[list[ReferenceType[Tensor]], Any, Any
 """What a model's weights and settings were when it was last looked at, and what was computed of them."""
 
 
-def while_unchanged(model: nn.Module, settings: Sequence[object], compute: Callable[[], Found]) -> Found:
+def while_unchanged(model: nn.Module, settings: Sequence[object], compute: Callable[[], _Made]) -> _Made:
     """``compute()``, or what it gave last if since then no weight changed, as :class:`WeightsThen` sees it, and no setting.
 
     To hash the weights of a real model takes longer than to read a token.
@@ -44,7 +44,7 @@ def while_unchanged(model: nn.Module, settings: Sequence[object], compute: Calla
     last = _FOUND.get(model)
     if last is None or then != last[1] or not all(map(operator.is_, held, last[0])):
         last = _FOUND[model] = held, then, compute()
-    found: Found = last[2]
+    found: _Made = last[2]
     return found
 
 
@@ -114,13 +114,17 @@ def look_again(model: Any, bias: Any, then: WeightsThen | None) -> WeightsThen |
     return None
 
 
-def fingerprint_of(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerprint:
-    """Structure and current weights. Reads every weight (about 10 GB per second) if one has changed since the last time."""
-    settings = [list(value) if isinstance(value, list) else value for value in vars(cfg).values()]
-    return while_unchanged(model, settings, partial(_fingerprint, model, cfg))
+def fingerprint_of(model: Any) -> Fingerprint:
+    """Structure and weights of this model, against which biases are checked.
+
+    Reads every weight (about 10 GB per second) if one has changed since the last time.
+    """
+    settings = [list(value) if isinstance(value, list) else value for value in vars(model.cfg).values()]
+    return while_unchanged(model, [*settings, model.rounded_from], partial(_fingerprint, model, model.cfg))
 
 
-def _fingerprint(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerprint:
+def _fingerprint(model: Any, cfg: HookedKVTransformerConfig) -> Fingerprint:
+    weights, rounded_from = weights_hash(model.state_dict()), model.rounded_from
     linear, shift, decay = cfg.attention == "linear", cfg.kv_shift, cfg.decay_per_head()
     shift_words = () if shift is None else (f"{k} {v}" for k, v in asdict(shift).items() if k != "init")
     layers = map(cfg.of_layer, range(cfg.n_layers))
@@ -142,7 +146,7 @@ def _fingerprint(model: nn.Module, cfg: HookedKVTransformerConfig) -> Fingerprin
         kv_shift=", ".join(shift_words) or "none",
         rest=_rest(cfg),
         heads=tuple((of.n_heads, of.n_kv_heads, of.d_head, of.d_phi if linear else 0) for of in layers),
-        weights=weights_hash(model.state_dict()),
+        weights=rounded_from[1] if rounded_from is not None and weights == rounded_from[0] else weights,
     )
 
 

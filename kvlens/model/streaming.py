@@ -27,7 +27,7 @@ from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.utilities import USE_DEFAULT_VALUE, get_attention_mask
 
 from kvlens.base import HookedTransformer, Output
-from kvlens.base.model import RETURNS
+from kvlens.base.model import PASS_RETURNS
 from kvlens.checks import Count, checked
 from kvlens.components import (
     LinearCacheEntry,
@@ -124,7 +124,7 @@ def segments(
     *,
     before: int = 0,
     segment_length: int | None = None,
-    return_type: RETURNS = "logits",
+    return_type: PASS_RETURNS = "logits",
     stop_at_layer: int | None = None,
     on_progress: Callable[[float], None] | None = None,
 ) -> Iterator[Float[Tensor, "batch segment d"] | None]:
@@ -246,7 +246,7 @@ def forward_in_segments(
     output: Tensor | None = None
     losses: list[Tensor] = []
     last, start = None, 0
-    needed: RETURNS = None if return_type is None else "logits"
+    needed: PASS_RETURNS = None if return_type is None else "logits"
     for part in segments(model, tokens, whole, states, before=before, return_type=needed, stop_at_layer=stop_at_layer):
         if part is None:
             continue

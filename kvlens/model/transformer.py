@@ -7,7 +7,6 @@ lines is done by functions of the modules that are imported here.
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -16,7 +15,7 @@ from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 from transformer_lens.utilities import USE_DEFAULT_VALUE
 
 from kvlens.base import HookedTransformerConfig
-from kvlens.base.model import RETURNS
+from kvlens.base.model import PASS_RETURNS
 from kvlens.checks import Finite, Within, checked
 from kvlens.components import (
     KVBlock,
@@ -28,7 +27,7 @@ from kvlens.components import (
     upgrade_cache,
 )
 from kvlens.errors import KVLensError
-from kvlens.kv_bias import Fingerprint, KVBias
+from kvlens.kv_bias import KVBias
 from kvlens.model import streaming
 from kvlens.model.config import POSITIONAL_TYPES, HookedKVTransformerConfig
 from kvlens.model.fingerprint import WeightsThen, fingerprint_of, look_again, weights_hash
@@ -115,7 +114,7 @@ class HookedKVTransformer(LoadsAndSaves):
     def forward(
         self,
         input: Any,  # noqa: A002
-        return_type: RETURNS = "logits",
+        return_type: PASS_RETURNS = "logits",
         loss_per_token: bool = False,
         prepend_bos: bool | None = USE_DEFAULT_VALUE,
         padding_side: str | None = USE_DEFAULT_VALUE,
@@ -190,9 +189,10 @@ class HookedKVTransformer(LoadsAndSaves):
 
     def check_length(self, n_positions: int, attention_mask: Tensor | None) -> None:
         """Raise KVLensError if the model limits the length of a text and this one, without padding, is longer."""
-        cfg, mask = self.cfg, counted_by(attention_mask)
+        cfg = self.cfg
         if not cfg.has_position_limit or n_positions <= cfg.n_ctx:
             return
+        mask = counted_by(attention_mask)
         longest = n_positions if mask is None else int(mask.sum(dim=1).max())
         if longest > cfg.n_ctx:
             raise KVLensError(f"a text of {longest} tokens is longer than n_ctx={cfg.n_ctx}: shorten it")
@@ -319,7 +319,7 @@ class HookedKVTransformer(LoadsAndSaves):
         return super().add_caching_hooks(names_filter, *args, **kwargs)
 
     # what conversion and analyses read of a model: functions of it, in modules of their own
-    check_tokens = check_tokens
+    check_tokens, fingerprint = check_tokens, fingerprint_of
     layers, ends = layers_of, ends_of
     logits_on, logits_of = streaming.logits_on, streaming.logits_of
     read_prompt, read_queries = streaming.read_prompt, streaming.read_queries
@@ -336,13 +336,6 @@ class HookedKVTransformer(LoadsAndSaves):
         with self.hooks(fwd_hooks=[cut] if n_last < tokens.shape[1] else []):
             logits: Tensor = self(tokens, attention_mask=mask, past_kv_cache=cache)
         return logits
-
-    def fingerprint(self) -> Fingerprint:
-        """Structure and weights of this model, against which biases are checked."""
-        fingerprint = fingerprint_of(self, self.cfg)
-        if self.rounded_from is not None and fingerprint.weights == self.rounded_from[0]:
-            return replace(fingerprint, weights=self.rounded_from[1])
-        return fingerprint
 
     @property
     def attached_kv_bias(self) -> KVBias | None:

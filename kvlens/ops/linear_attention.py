@@ -238,9 +238,9 @@ def final_state(
     if mask is not None:
         phi_k, v = without_padding(phi_k, mask), without_padding(v, mask)
         norm_k = None if norm_k is None else without_padding(norm_k, mask)
-    steps = real_steps(mask, phi_k)
-    total = steps.new_full((1, 1), phi_k.shape[1]) if mask is None else mask.sum(dim=1, keepdim=True)
     if decay is not None:
+        steps = real_steps(mask, phi_k)
+        total = steps.new_full((1, 1), phi_k.shape[1]) if mask is None else mask.sum(dim=1, keepdim=True)
         remaining = (total - steps).to(phi_k)
         phi_k = phi_k * (decay.to(phi_k) ** remaining[:, :, None])[..., None]
     kv = phi_k.permute(0, 2, 3, 1) @ v.transpose(1, 2)
