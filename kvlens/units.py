@@ -26,6 +26,7 @@ from torch import Tensor
 
 from kvlens.arguments import UNITS, Span, checked_spans
 from kvlens.errors import KVLensError, brief, nearest, nearest_name
+from kvlens.model.protocol import KVModel
 from kvlens.texts import joined, token_texts
 
 By = str | Sequence[str] | Sequence[Span]
@@ -122,7 +123,7 @@ class Layout(NamedTuple):
         return Layout(self.text[:end], self.tokens[:n], self.spans[:n], *kept)
 
 
-def layout_of_tokens(model: Any, tokens: Int[Tensor, " pos"]) -> Layout:
+def layout_of_tokens(model: KVModel, tokens: Int[Tensor, " pos"]) -> Layout:
     """The layout of a raw prompt: all of it but a BOS in front is one piece."""
     first = int(begins_with_bos(model, tokens))
     ids, tokenizer = tokens[first:].tolist(), model.tokenizer
@@ -137,7 +138,7 @@ def layout_of_tokens(model: Any, tokens: Int[Tensor, " pos"]) -> Layout:
     return Layout("".join(texts), tokens, spans, [Passage("", 0, ends[-1])], [])
 
 
-def begins_with_bos(model: Any, tokens: Int[Tensor, " pos"]) -> bool:
+def begins_with_bos(model: KVModel, tokens: Int[Tensor, " pos"]) -> bool:
     """Whether the first token is the tokenizer's BOS."""
     return model.tokenizer is not None and len(tokens) > 0 and int(tokens[0]) == model.tokenizer.bos_token_id
 
@@ -163,7 +164,7 @@ def tiled(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-def cut(model: Any, layout: Layout, by: By) -> list[Unit]:
+def cut(model: KVModel, layout: Layout, by: By) -> list[Unit]:
     """The units of a prompt, in order.
 
     Args:

@@ -1,6 +1,7 @@
 """Pairs of prompts, clean and corrupted, and what is measured on them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ from .graph import Graph
 CircuitMetric = Callable[[Float[Tensor, "pair pos d_vocab"]], Float[Tensor, " pair"]]
 
 
-class Pairs(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Pairs:
     """Pairs of prompts of one length, each with its text and all but the last token of its answer behind it, and what is
     measured on their logits at the last ``n_last`` positions (None: all).
 
@@ -218,7 +220,7 @@ def _of_answers(cases: Sequence[_Case]) -> Pairs:
     if answers.shape[1] == rivals.shape[1] == 1:
         return _pairs(cases, logit_difference(answers[:, 0], rivals[:, 0]), answers)
     less = _pairs(cases, log_probability(rivals), rivals)
-    return _pairs(cases, log_probability(answers), answers)._replace(rivals=less)
+    return replace(_pairs(cases, log_probability(answers), answers), rivals=less)
 
 
 def _pairs(cases: Sequence[_Case], metric: CircuitMetric, read: Int[Tensor, "pair n_last"] | None) -> Pairs:

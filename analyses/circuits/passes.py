@@ -49,9 +49,9 @@ class CircuitLayer:
     def written_by_heads(self, heads: Written, whole: Tensor, out: Tensor) -> Written:
         """Their parts of what the norm behind them makes of ``whole``, by what it divides by there."""
         assert self.behind is not None
-        bias, centers = self.behind[1].bias.to(out), self.behind[1].centers
+        _, (_, bias, centers) = self.behind
         whole, heads = (x - x.mean(dim=-1, keepdim=True) if centers else x for x in (whole, heads))
-        return heads * ((out - bias) / whole.where(whole != 0, 1))
+        return heads * ((out - bias.to(out)) / whole.where(whole != 0, 1))
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ TransformerLens' ``ActivationCache.logit_attrs``.
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, islice
 from typing import Any, NamedTuple, cast
@@ -120,7 +120,8 @@ class Front:
         return self._norms[call](x).reshape(out.shape).to(out)
 
 
-class _HeldNorm(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _HeldNorm:
     """x -> (x - mean(x)) * gain / scale + bias, with the scale of each row of one pass, and rows of which are all of its."""
 
     gain: Float[Tensor, " d"]
@@ -131,10 +132,10 @@ class _HeldNorm(NamedTuple):
     @classmethod
     def of(cls, norm: nn.Module, x: Float[Tensor, "*n d"], out: Float[Tensor, "*n d"]) -> "_HeldNorm":
         """What a norm computes, and divided by when it made ``out`` of ``x``."""
-        folded = measured(norm, out.new_zeros(out.shape[-1]))
-        held = cls(folded.gain.to(x), folded.bias.to(x), folded.centers, x.new_ones(x[..., 0].numel(), 1))
+        gain, bias, centers = measured(norm, out.new_zeros(out.shape[-1]))
+        held = cls(gain.to(x), bias.to(x), centers, x.new_ones(x[..., 0].numel(), 1))
         made, divided = held(x) - held.bias, (out.double() - held.bias).reshape(len(held.scale), -1)
-        return held._replace(scale=(made[0].norm(dim=-1) / divided.norm(dim=-1)).nan_to_num(1.0)[:, None])
+        return replace(held, scale=(made[0].norm(dim=-1) / divided.norm(dim=-1)).nan_to_num(1.0)[:, None])
 
     def __call__(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "row n d"]:
         x = x - x.mean(dim=-1, keepdim=True) if self.centers else x

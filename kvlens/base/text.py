@@ -21,7 +21,7 @@ from transformer_lens.utilities.tokenize_utils import (
     get_tokenizer_with_bos,
     get_tokens_with_bos_removed,
 )
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from kvlens.arguments import check_tokenizer
 from kvlens.checks import ensure
@@ -31,7 +31,7 @@ from kvlens.tokenizer import KEEP_THEIR_BOS
 END = "<|endoftext|>"
 
 
-def without_own_bos(tokenizer: Any, texts: str | list[str]) -> str | list[str]:
+def without_own_bos(tokenizer: PreTrainedTokenizerBase, texts: str | list[str]) -> str | list[str]:
     """Texts that are to get a BOS, without one that they begin with, as a chat's template writes it: they get one, not two."""
     if isinstance(texts, list):
         return [text.removeprefix(tokenizer.bos_token or "") for text in texts]
@@ -48,7 +48,7 @@ class HasText(HookedRootModule):
     get_residual: Any
 
     @staticmethod
-    def tokenizer_by_name(cfg: Any) -> Any:
+    def tokenizer_by_name(cfg: Any) -> PreTrainedTokenizerBase:
         """The tokenizer called ``cfg.tokenizer_name``; one that prepends a BOS, where the architecture's models had one."""
         name = cfg.tokenizer_name
         options: dict[str, Any] = {"trust_remote_code": False, "token": os.environ.get("HF_TOKEN") or None}
@@ -56,7 +56,7 @@ class HasText(HookedRootModule):
         options["add_bos_token"] = cfg.original_architecture not in (*KEEP_THEIR_BOS, "Qwen3ForCausalLM", "PhiForCausalLM")
         return AutoTokenizer.from_pretrained(name, **options)
 
-    def set_tokenizer(self, tokenizer: Any, default_padding_side: str | None = None) -> None:
+    def set_tokenizer(self, tokenizer: PreTrainedTokenizerBase, default_padding_side: str | None = None) -> None:
         """Use a loaded tokenizer of transformers; special tokens that it lacks become its EOS.
 
         Args:

@@ -7,7 +7,7 @@ stands alone (Qwen3.5), the language model is taken.
 import copy
 import inspect
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -47,11 +47,8 @@ NOT_HERE = {
 """Options of TransformerLens' loader that are refused, and what to do."""
 
 
-class Loaded(NamedTuple):
-    """A bridge, and what it is compared with, if it is: see :mod:`kvlens.bridge.comparison`."""
-
-    bridge: TransformerBridge
-    logits: Float[Tensor, "text pos d_vocab"] | None
+Loaded = tuple[TransformerBridge, Float[Tensor, "text pos d_vocab"] | None]
+"""A bridge, and the logits that it is compared with, if it is: see :mod:`kvlens.bridge.comparison`."""
 
 
 def wrapped(model: PreTrainedModel, *, tokenizer: Any = None, verify: bool = True) -> Loaded:
@@ -81,7 +78,7 @@ def wrapped(model: PreTrainedModel, *, tokenizer: Any = None, verify: bool = Tru
         bridge = _built(model, config, tokenizer, str(name))
     except Exception as error:
         raise _unreadable(kind, error) from error
-    return Loaded(bridge, logits)
+    return bridge, logits
 
 
 class _NotScanned(TransformerBridge):

@@ -14,7 +14,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -254,20 +254,15 @@ BEHIND_MLP = ("post_feedforward_layernorm", "post_mlp_layernorm")
 """... and behind it."""
 
 
-class FoldedNorm(NamedTuple):
-    """A norm up to its scale: x -> (x - mean(x)) * gain + bias, in float64."""
-
-    gain: Float[Tensor, " d_model"]
-    bias: Float[Tensor, " d_model"]
-    centers: bool
-
-
-def measured(module: nn.Module, like: Tensor) -> FoldedNorm:
-    """The norm that a module computes on vectors of the residual stream, without hooks.
+def measured(module: nn.Module, like: Tensor) -> tuple[Float[Tensor, " d_model"], Float[Tensor, " d_model"], bool]:
+    """The norm that a module computes on vectors of the residual stream, without hooks, up to its scale.
 
     Args:
         module: a bridge component around a norm, or around nothing (no norm).
         like: a weight of the model, for device and dtype if the norm has no weights.
+
+    Returns:
+        gain, bias and whether it centers, of x -> (x - mean(x)) * gain + bias; in float64.
     """
     norm: Any = getattr(module, "original_component", module)
     weights = next(norm.parameters(), like)
@@ -283,7 +278,7 @@ def measured(module: nn.Module, like: Tensor) -> FoldedNorm:
     there, back, raised = (apply(PROBE * x) for x in (sign, -sign, sign + 1))
     size = sign.square().mean().sqrt()
     centers = bool(torch.allclose(raised, there, rtol=1e-3, atol=1e-3 * float(there.abs().max())))
-    return FoldedNorm((there - back) / 2 * size / sign, (there + back) / 2, centers)
+    return (there - back) / 2 * size / sign, (there + back) / 2, centers
 
 
 def ends_of(model: Any) -> Ends:
@@ -291,24 +286,29 @@ def ends_of(model: Any) -> Ends:
     w_u, b_u = model.W_U, getattr(model, "b_U", None)
     factor = getattr(model.original_model.config, "lm_head_multiplier", 1.0)
     w_u = w_u if factor == 1 else w_u * factor
-    norm, module = measured(model.ln_final, w_u), model.ln_final.original_component
+    gain, added, centers = measured(model.ln_final, w_u)
+    module = model.ln_final.original_component
     b_u = torch.zeros(w_u.shape[1], device=w_u.device) if b_u is None else b_u
-    weight, bias = norm.gain.to(w_u), norm.bias.to(w_u) if float(norm.bias.abs().max()) > 1e-6 else None
+    weight, bias = gain.to(w_u), added.to(w_u) if float(added.abs().max()) > 1e-6 else None
 
     def scale(x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch 1"]:
-        centered = x - x.mean(dim=-1, keepdim=True) if norm.centers else x
+        centered = x - x.mean(dim=-1, keepdim=True) if centers else x
         y = module(x.to(next(module.parameters(), w_u))).double()
         y = y if bias is None else y - bias.double()
         return (centered * weight.double()).norm(dim=-1, keepdim=True) / y.norm(dim=-1, keepdim=True)
 
-    return Ends(model.blocks[0].hook_in, getattr(model, "pos_embed", None), w_u, b_u, weight, bias, norm.centers, scale)
+    return Ends(model.blocks[0].hook_in, getattr(model, "pos_embed", None), w_u, b_u, weight, bias, centers, scale)
 
 
 def norms_around(model: Any, layer: int) -> tuple[LinearNorm | None, LinearNorm | None]:
     """The norms before and after a layer's heads, by what they compute; None where there are none."""
     like, found = model.W_U, _norms_of(model.blocks[layer])
-    of = [None if norm is None else measured(norm, like) for norm in found[:2]]
-    before, behind = (None if norm is None else LinearNorm(norm.gain.to(like), norm.centers) for norm in of)
+
+    def linear(norm: nn.Module) -> LinearNorm:
+        gain, _, centers = measured(norm, like)
+        return LinearNorm(gain.to(like), centers)
+
+    before, behind = (None if norm is None else linear(norm) for norm in found[:2])
     return before, behind
 
 

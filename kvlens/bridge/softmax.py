@@ -16,6 +16,7 @@ are computed from the queries.
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -404,7 +405,8 @@ class SoftmaxLayer(Part):
         return joined.z_context, joined.z_bias
 
 
-class _Cache(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Cache:
     """Takes the place of a cache, if there is one: the component finds all keys and values in it, those of the bias too."""
 
     layer: SoftmaxLayer

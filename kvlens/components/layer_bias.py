@@ -2,9 +2,9 @@
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -85,7 +85,8 @@ class Normalizers:
         )
 
 
-class LayerBias(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class LayerBias:
     """What a layer with attention reads of an attached bias.
 
     Attributes:

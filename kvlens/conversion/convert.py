@@ -290,7 +290,7 @@ def _read_prompt(
     if not len(without) and not replace:
         return read
     made = counterfactuals_of(model, only_row(read), [without], [replace or {}], positions)
-    return made.as_prompt()._replace(has_batch=read.has_batch)
+    return dataclasses.replace(made.as_prompt(), has_batch=read.has_batch)
 
 
 def _warn_of_length(model: KVModel, prompt: PromptBatch, old: KVBias | None) -> None:
@@ -322,7 +322,7 @@ def _convert_softmax(
     if isinstance(method, Approximation) and not method.keeps_every_key(lengths):
         bias.check_finite("convert_prompt")
         wide, dtype = torch.promote_types(bias.dtype, torch.float32), bias.dtype  # bfloat16 is too coarse for a fit
-        wider = exact._replace(bias=bias.to(wide))
+        wider = dataclasses.replace(exact, bias=bias.to(wide))
         with bar as tell:
             bias = _approximated(Teacher(model, prompt, wider, None if old is None else old.to(wide), method, tell), dtype)
     return bias if old is None else _on_top_of(old, bias), exact.bias

@@ -26,7 +26,7 @@ W ~ N(0, I / scale), with an offset that takes the place of |q|^2 and |k|^2 by t
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
@@ -189,7 +189,8 @@ def _scale(teacher: Teacher, layer: int) -> float:
     return teacher.keys(layer).rule.scale
 
 
-class Attended(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Attended:
     """The training targets: queries, their attention outputs and normalizers, and the prompt's keys and values."""
 
     q: Float[Tensor, "layer kv_head batch row d_key"]
@@ -215,7 +216,7 @@ class Attended(NamedTuple):
     def some(self, rows: Tensor) -> "Attended":
         """Some of the queries."""
         q, z, log_n = (x[:, :, :, rows.to(x.device)].clone() for x in (self.q, self.z, self.log_n))
-        return self._replace(q=q, z=z, log_n=log_n)
+        return replace(self, q=q, z=z, log_n=log_n)
 
 
 class Maps(NamedTuple):

@@ -32,9 +32,8 @@ from kvlens.errors import KVLensError, brief
 from kvlens.kv_bias import LAST_POSITION, Fingerprint, KVBias, Layer, State
 from kvlens.kv_bias.fields import COUNTS
 from kvlens.kv_bias.fit import since
-from kvlens.model import HookedKVTransformer
+from kvlens.model import HookedKVTransformer, streaming
 from kvlens.model.protocol import KVModel
-from kvlens.model.streaming import has_hooks, segments, wants_gradients
 from kvlens.ops.linear_attention import LinearAttentionState, carry_state
 
 
@@ -51,11 +50,13 @@ def convert_linear_prompt(
     cfg, tokens, lengths, n_positions = model.cfg, prompt.tokens, prompt.lengths(), prompt.n_positions()
     mask, states = None if prompt.mask is None else prompt.mask.long(), [LinearCacheEntry() for _ in model.blocks]
     with model.hooks(fwd_hooks=list(fwd_hooks)), hidden_tokens_keep_positions(prompt.keeps_positions), model.one_pass():
-        model.check_length(tokens.shape[1], mask)
-        if segment_length is None and (has_hooks(model) or wants_gradients(model)):
-            segment_length = tokens.shape[1]
-        options: dict[str, Any] = dict(segment_length=segment_length, on_progress=on_progress)
-        for _ in segments(model, tokens, mask, states, stop_at_layer=cfg.n_layers, **options):
+        n = tokens.shape[1]
+        model.check_length(n, mask)
+        length = segment_length or streaming.default_segment_length(model, len(tokens))
+        if segment_length is None and length < n and (streaming.has_hooks(model) or streaming.wants_gradients(model)):
+            length = n
+        options: dict[str, Any] = dict(segment_length=length, on_progress=on_progress)
+        for _ in streaming.segments(model, tokens, mask, states, stop_at_layer=cfg.n_layers, **options):
             pass
     layers = [_layer(block.attn, state, n_positions, tokens.device) for block, state in zip(model.blocks, states, strict=True)]
     before = (0, 0) if old is None else (old.to(tokens.device).n_prompt_tokens, old.to(tokens.device).position_offset)

@@ -121,7 +121,7 @@ class Teacher:
             self.whole = continued(old, exact.bias)
             sampling = partial(self.tell, SAMPLING)
             texts = reference_text(model, prompt, exact, self.whole, method, method.fits_on_text, sampling)
-            self.seen, self.held_out, n_sampled = texts
+        self.seen, self.held_out, n_sampled = texts
         self.tokens = {"prompt": int(self.lengths.max()), "sampled": n_sampled}
         self.without = without_prompt(model, prompt, exact, old)
 

@@ -14,6 +14,7 @@ numbers by their effect on the logits.
 """
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -139,7 +140,8 @@ def _size(x: Tensor) -> Float[Tensor, ""]:
     return x.square().mean().sqrt()
 
 
-class StepRows(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class StepRows:
     """What one step reads, a row for each query and head; outputs are times R.
 
     Attributes:

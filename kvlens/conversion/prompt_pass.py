@@ -4,12 +4,13 @@ All other methods approximate it, and it replaces the prompt while reference tex
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from transformer_lens.hook_points import HookPoint
 
 from kvlens.components import shown
 from kvlens.errors import KVLensError
@@ -21,7 +22,8 @@ from kvlens.model.protocol import KVModel, PromptBatch, ReadsPrompts
 from kvlens.ops.landmarks import PromptKeys
 
 
-class ConvertedExactly(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class ConvertedExactly:
     """A prompt with every key kept.
 
     Attributes:
@@ -71,7 +73,7 @@ def rows_at_once(model: KVModel, bias: KVBias, n_pos: int, most: int) -> int:
 def readers(model: KVModel, old: KVBias, read: dict[str, Tensor]) -> list[tuple[str, Callable]]:
     """Hooks that run last and record the old bias as the pass reads it; none if nothing else is hooked to it."""
 
-    def note(b: Tensor, hook: Any) -> None:
+    def note(b: Tensor, hook: HookPoint) -> None:
         read[hook.name] = b
 
     names = [f"blocks.{layer}.attn.hook_{name}" for layer in old.attention_layers for name in ("b_kv", "b_d", "b_keys")]

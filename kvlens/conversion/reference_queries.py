@@ -9,7 +9,7 @@ measured on other continuations.
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -62,14 +62,6 @@ ROWS_AT_ONCE = 32
 WHAT = "convert_prompt: reference"
 
 
-class ReferenceText(NamedTuple):
-    """Texts for each prompt: ``seen`` by the fit, ``held_out`` for measuring; ``n_sampled`` tokens were sampled for each."""
-
-    seen: Texts
-    held_out: Int[Tensor, "batch _ _"]
-    n_sampled: int
-
-
 def reference_text(
     model: ReadsPrompts,
     prompt: PromptBatch,
@@ -78,12 +70,15 @@ def reference_text(
     options: TextOptions,
     fits: bool = True,
     on_progress: Callable[[float], None] = lambda done: None,
-) -> ReferenceText:
+) -> tuple[Texts, Int[Tensor, "batch _ _"], int]:
     """The reference texts of every prompt.
 
     Args:
         whole: the exact bias, including the one that it continues.
         fits: False if a method fits nothing to text: then there are only texts for measuring.
+
+    Returns:
+        Texts for the fit, texts held out for measuring, and how many tokens were sampled for each prompt.
 
     Raises:
         KVLensError: an empty or unreadable text, or not enough positions left within ``n_ctx``.
@@ -100,7 +95,7 @@ def reference_text(
     length = min(options.continuation_length, room)
     own = sample_continuations(model, exact, whole, n_own + n_held_out, length, options.seed, on_progress)
     seen += [own[:, :n_own]] if n_own else []
-    return ReferenceText(seen, own[:, n_own:], own[0].numel())
+    return seen, own[:, n_own:], own[0].numel()
 
 
 def _is(given: object, word: str) -> bool:

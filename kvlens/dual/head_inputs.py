@@ -14,6 +14,7 @@ import torch
 from einops import repeat
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import get_device_for_block_index
 
 from kvlens.checks import checked
@@ -82,10 +83,10 @@ def read_layers(
         return _read_softmax(model, text, lambda layer, reading: visit(layer, reading) if layer in wanted else None)
     held: dict[str, Tensor] = {}
 
-    def keep(x: Tensor, hook: Any) -> None:
+    def keep(x: Tensor, hook: HookPoint) -> None:
         held[hook.name] = x
 
-    def last(x: Tensor, hook: Any) -> None:
+    def last(x: Tensor, hook: HookPoint) -> None:
         held[hook.name] = x
         layer = int(hook.name.split(".")[1])
         reading = layer_reading(model, layer, held)
@@ -105,7 +106,7 @@ def _read_softmax(model: Any, text: Int[Tensor, "one pos"], visit: Callable[[int
     """As :func:`read_layers`, of all layers of another front end: one pass for queries, keys and values, another for z."""
     read, held = model.read_prompt(PromptBatch(text, None, has_batch=True), with_queries=True), dict[str, Tensor]()
 
-    def keep(x: Tensor, hook: Any) -> None:
+    def keep(x: Tensor, hook: HookPoint) -> None:
         held[hook.name] = x
 
     def see(layer: int, heads: HeadsRead) -> None:

@@ -361,5 +361,5 @@ def _table_of_words(explaining: Any, citations: pd.DataFrame) -> pd.DataFrame:
 
 def _table_of_cost(explaining: Any) -> pd.DataFrame:
     spent = explaining.runs.spent
-    numbers = {name: [getattr(each, name) for each in spent.values()] for name in ("passes", "tokens")}
-    return COST_COLUMNS.frame({"step": list(spent), **numbers})
+    passes, tokens = ([each[i] for each in spent.values()] for i in (0, 1))
+    return COST_COLUMNS.frame({"step": list(spent), "passes": passes, "tokens": tokens})

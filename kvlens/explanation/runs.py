@@ -10,7 +10,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -225,13 +225,6 @@ class Outcome:
     words: tuple[Word, ...] | None = None
 
 
-class Spent(NamedTuple):
-    """Passes, and the tokens that they read; a pass may read several rows."""
-
-    passes: int
-    tokens: int
-
-
 @dataclass
 class ExplanationProgress:
     """How far an explanation is, by the tokens that were read and `PASS` more for each pass.
@@ -290,7 +283,7 @@ class Runs:
     one_sentence: bool = False
     on_tokens: Callable[[int], None] = lambda n: None
     on_without: Callable[[frozenset[int], Outcome], None] = lambda units, now: None
-    spent: dict[str, Spent] = field(default_factory=dict)
+    spent: dict[str, tuple[int, int]] = field(default_factory=dict)
     _step: str = "answer"
     _found: dict[Key, Outcome] = field(default_factory=dict)
     _waiting: list[tuple[list[Key], KVBias]] = field(default_factory=list)
@@ -438,14 +431,14 @@ class Runs:
 
     def count(self, n_tokens: int) -> None:
         """Count a pass that read so many tokens."""
-        passes, tokens = self.spent.get(self._step, Spent(0, 0))
-        self.spent[self._step] = Spent(passes + 1, tokens + n_tokens)
+        passes, tokens = self.spent.get(self._step, (0, 0))
+        self.spent[self._step] = passes + 1, tokens + n_tokens
         self.on_tokens(n_tokens)
 
     @property
     def n_tokens(self) -> int:
         """How many tokens were read so far."""
-        return sum(each.tokens for each in self.spent.values())
+        return sum(tokens for _, tokens in self.spent.values())
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:

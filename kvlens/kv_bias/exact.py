@@ -5,6 +5,7 @@ features (:mod:`kvlens.conversion.prompt_pass`), and the bridge is compared with
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from kvlens.kv_bias.kv_bias import KVBias
 from kvlens.kv_bias.layers import Keys, Layer, State
 
 
-class PromptBatch(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class PromptBatch:
     """Tokens of the prompt(s), which of them are read, and whether the caller gave a batch.
 
     Attributes:

@@ -204,7 +204,7 @@ class KVBias:
     @property
     def n_rows(self) -> int:
         """The number of prompts."""
-        return len(self._some)
+        return len(next(x for layer in self.layers for x in layer.tensors().values()))
 
     @property
     def _some(self) -> Tensor:

@@ -33,6 +33,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import Slice
+from transformers import PreTrainedTokenizerBase
 
 from kvlens.arguments import check_characters, check_tokenizer
 from kvlens.errors import KVLensError, brief, check_known, warn
@@ -87,7 +88,9 @@ def check_tokens(model: Any, tokens: Tensor) -> None:
         raise KVLensError(f"token ids must lie in 0..{n - 1} (d_vocab={n}), got {least}..{largest}")
 
 
-def check_left_padding(tokenizer: Any, tokens: Int[Tensor, "batch pos"], mask: Int[Tensor, "batch pos"]) -> None:
+def check_left_padding(
+    tokenizer: PreTrainedTokenizerBase, tokens: Int[Tensor, "batch pos"], mask: Int[Tensor, "batch pos"]
+) -> None:
     """Raise KVLensError if rows end in padding (new tokens follow the last position), or if padding would be read as text."""
     pads_are_their_own = tokenizer.pad_token_id not in (None, tokenizer.bos_token_id, tokenizer.eos_token_id)
     read_as_text = pads_are_their_own and bool(((tokens[:, 0] == tokenizer.pad_token_id) & mask[:, 0].bool()).any())
@@ -238,7 +241,7 @@ class _Saver:
 
     cache: dict[str, Tensor]
     pos_slice: Any
-    device: Any
+    device: torch.device | str | None
     remove_batch_dim: bool
     suffix: str = ""
     positions: dict[str, tuple[int, ...]] = field(default_factory=dict)

@@ -30,20 +30,6 @@ from kvlens.errors import KVLensError
 from kvlens.ops.dual import LogKernel, kernel_values, softmax_kernel
 
 
-class FoldedMLP(NamedTuple):
-    """An MLP as one linear map at one query.
-
-    Attributes:
-        weight: W_FFN.
-        bias: b.
-        remainder: act(h) - act'(h) h, mapped to the output; 0 for ReLU. Included in neither ``weight`` nor ``bias``.
-    """
-
-    weight: Float[Tensor, "d_model d_model"]
-    bias: Float[Tensor, " d_model"]
-    remainder: Float[Tensor, " d_model"]
-
-
 def fold_mlp(
     W_in: Float[Tensor, "d_model d_mlp"],
     b_in: Float[Tensor, " d_mlp"],
@@ -51,10 +37,14 @@ def fold_mlp(
     b_out: Float[Tensor, " d_model"],
     activation: Callable[[Tensor], Tensor],
     pre: Float[Tensor, " d_mlp"],
-) -> FoldedMLP:
-    """act(x W_in + b_in) W_out + b_out as x W_FFN + b + remainder, where x W_in + b_in = ``pre``."""
+) -> tuple[Float[Tensor, "d_model d_model"], Float[Tensor, " d_model"], Float[Tensor, " d_model"]]:
+    """act(x W_in + b_in) W_out + b_out as x W_FFN + b + remainder, where x W_in + b_in = ``pre``.
+
+    Returns:
+        W_FFN; b; and the remainder act(h) - act'(h) h, mapped to the output, which is 0 for ReLU.
+    """
     slope = torch.func.vmap(torch.func.grad(activation))(pre)
-    return FoldedMLP((W_in * slope) @ W_out, (b_in * slope) @ W_out + b_out, (activation(pre) - slope * pre) @ W_out)
+    return ((W_in * slope) @ W_out, (b_in * slope) @ W_out + b_out, (activation(pre) - slope * pre) @ W_out)
 
 
 def rank_bound(mask: Float[Tensor, "*lead d_mlp"], d_model: int) -> Float[Tensor, "*lead"]:

@@ -42,7 +42,8 @@ MOST_KEPT = 64
 """Of more values than these a stored run has number, mean and interval; their t-test is the stricter one then."""
 
 
-class Result(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Result:
     """A line under a claim.
 
     Attributes:

@@ -15,7 +15,7 @@ embedding, which depends on nothing but the token, is part of the embedding here
 Source: Eagle and Finch (Peng et al. 2404.05892), sec. 4; https://github.com/BlinkDL/RWKV-LM.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -75,16 +75,6 @@ class Rwkv56Config(PreTrainedConfig):
         super().__init__(**others)
 
 
-class TimeMixed(NamedTuple):
-    """What the recurrence of time mixing gets, and the gate of its output, behind its activation; 1 in version 5.1."""
-
-    q: Float[Tensor, "batch pos head d_k"]
-    k: Float[Tensor, "batch pos head d_k"]
-    v: Float[Tensor, "batch pos head d_v"]
-    log_decay: Float[Tensor, "batch pos head d_k"]
-    gate: Tensor
-
-
 class RwkvTimeMixing(nn.Module):
     """Time mixing: projections of mixed rows, a recurrence, a norm of each head, a gate."""
 
@@ -109,8 +99,13 @@ class RwkvTimeMixing(nn.Module):
         self.norm = nn.GroupNorm(self.n_heads, config.value_dim, config.head_norm_eps)
         self.output = nn.Linear(config.value_dim, width, bias=False)
 
-    def project(self, h: Float[Tensor, "batch pos d_model"], before: Float[Tensor, "batch pos d_model"]) -> TimeMixed:
-        """Everything before the recurrence; ``before`` has the row of the token before each."""
+    def project(self, h: Float[Tensor, "batch pos d_model"], before: Float[Tensor, "batch pos d_model"]) -> tuple[Tensor, ...]:
+        """Everything before the recurrence; ``before`` has the row of the token before each.
+
+        Returns:
+            What the recurrence gets: q, k [batch, pos, head, d_k], v [batch, pos, head, d_v], log_decay, of k's shape. And the
+            gate of its output, behind its activation, which is 1 in version 5.1.
+        """
         mixed = dict(zip(self.mixed_names, self._mixed(h, before - h), strict=True))
         wide = torch.promote_types(h.dtype, torch.float32)
         weights = {"r": self.receptance, "k": self.key, "v": self.value}
@@ -119,7 +114,7 @@ class RwkvTimeMixing(nn.Module):
         decay = self.decay.to(wide).expand(*h.shape[:2], -1, -1)
         if "w" in mixed:
             decay = decay + self.decay_b(self.decay_a(mixed["w"]).tanh()).to(wide).unflatten(-1, (self.n_heads, -1))
-        return TimeMixed(q, k, v, -decay.exp(), gate)
+        return q, k, v, -decay.exp(), gate
 
     def _mixed(self, h: Tensor, back: Tensor) -> list[Tensor]:
         if self.version != "6":

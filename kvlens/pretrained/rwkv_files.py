@@ -19,6 +19,7 @@ import math
 import mmap
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +54,8 @@ END = "<0xFF>"
 """The end of a text of bytes: the byte that no text in UTF-8 has."""
 
 
-class Stored(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Stored:
     """Where a tensor is in a file, and its shape, the slowest axis first."""
 
     shape: tuple[int, ...]

@@ -75,19 +75,19 @@ def test_the_bias_is_that_of_the_mask(act):
     assert dual.equivalence_error() < 1e-12
     _, cache = model.run_with_cache(tokens[None])
     pre, mid = cache["blocks.0.mlp.hook_pre"][0, -1], cache["blocks.0.hook_resid_mid"][0, -1]
-    folded = dual_layers.fold_mlp(
+    weight, bias, remainder = dual_layers.fold_mlp(
         block.mlp.W_in, block.mlp.b_in, block.mlp.W_out, block.mlp.b_out, getattr(functional, act), pre
     )
     if act == "relu":
-        assert float(folded.remainder.norm()) == 0
-        torch.testing.assert_close(folded.weight, (block.mlp.W_in * (pre > 0)) @ block.mlp.W_out, rtol=1e-11, atol=1e-12)
+        assert float(remainder.norm()) == 0
+        torch.testing.assert_close(weight, (block.mlp.W_in * (pre > 0)) @ block.mlp.W_out, rtol=1e-11, atol=1e-12)
     W_O = block.attn.W_O[1]
     rest = mid - dual.head.output @ W_O
-    torch.testing.assert_close(dual.label_map, W_O @ folded.weight, rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(dual.bias, rest @ folded.weight + folded.bias + folded.remainder, rtol=1e-11, atol=1e-12)
-    singular = torch.linalg.svdvals(block.attn.W_V[1] @ W_O @ folded.weight)
+    torch.testing.assert_close(dual.label_map, W_O @ weight, rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(dual.bias, rest @ weight + bias + remainder, rtol=1e-11, atol=1e-12)
+    singular = torch.linalg.svdvals(block.attn.W_V[1] @ W_O @ weight)
     torch.testing.assert_close(dual.singular_values, singular, rtol=1e-10, atol=1e-12)
-    assert dual.rank == int(torch.linalg.matrix_rank(block.attn.W_V[1] @ W_O @ folded.weight))
+    assert dual.rank == int(torch.linalg.matrix_rank(block.attn.W_V[1] @ W_O @ weight))
 
 
 @pytest.mark.parametrize("act", ["gelu", "silu"])

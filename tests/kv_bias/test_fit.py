@@ -163,7 +163,7 @@ def held_out(model, prompt: torch.Tensor, n: int, old: KVBias | None = None) -> 
     with contextlib.nullcontext() if old is None else model.kv_bias(old):
         exact = convert_exactly(model, PromptBatch(prompt[None], None, False), (), old, model.fingerprint())
     whole, options = convert_prompt(model, prompt[None], initial=old), TextOptions(n_held_out=n, continuation_length=6)
-    return reference_text(model, PromptBatch(prompt[None], None, False), exact, whole, options, fits=False).held_out[0]
+    return reference_text(model, PromptBatch(prompt[None], None, False), exact, whole, options, fits=False)[1][0]
 
 
 @pytest.mark.parametrize("start", ["nothing", "the prompt's BOS", "what was converted before"])

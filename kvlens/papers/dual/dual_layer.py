@@ -88,12 +88,12 @@ def _one_layer(settings: Settings, d_mlp: int, seed: int) -> dict[str, float]:
         x = normal(n, d)
         q, k, v = x[-1] @ W_Q, x @ W_K, x @ W_V
         pre = (k @ q / d**0.5).softmax(dim=0) @ v @ W_in + b_in
-        folded = dual_layers.fold_mlp(W_in, b_in, W_out, b_out, torch.relu, pre)
+        weight, bias, _ = dual_layers.fold_mlp(W_in, b_in, W_out, b_out, torch.relu, pre)
         output = torch.relu(pre) @ W_out + b_out
-        after = after_one_step(q, k, v @ folded.weight, d**0.5) + folded.bias
+        after = after_one_step(q, k, v @ weight, d**0.5) + bias
         errors.append(float((after - output).norm() / output.norm()))
         bounds.append(float(dual_layers.rank_bound((pre > 0).double(), d)))
-        ranks.append(float(torch.linalg.matrix_rank(W_V @ folded.weight)))
+        ranks.append(float(torch.linalg.matrix_rank(W_V @ weight)))
     n_inputs = len(bounds)
     return dict(rank_bound=sum(bounds) / n_inputs, rank=sum(ranks) / n_inputs, largest_error=max(errors))
 
