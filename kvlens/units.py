@@ -18,6 +18,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -97,7 +98,8 @@ class NamedSpan(NamedTuple):
     stop: int
 
 
-class Layout(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Layout:
     """A prompt before it is cut.
 
     Attributes:

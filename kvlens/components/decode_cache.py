@@ -9,7 +9,6 @@ with negative samples also keeps every token's features and value, and decoding 
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +23,8 @@ ShiftState = dict[str, Tensor]
 """The last raw rows by projection: keys among "k", "v", "q"; each [batch, window, head, d_head]."""
 
 
-class SeenTokens(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class SeenTokens:
     """Features and values of every token so far, from which linear attention computes all scores.
 
     Attributes:

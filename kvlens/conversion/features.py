@@ -27,7 +27,7 @@ W ~ N(0, I / scale), with an offset that takes the place of |q|^2 and |k|^2 by t
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from einops import rearrange
@@ -219,7 +219,8 @@ class Attended:
         return replace(self, q=q, z=z, log_n=log_n)
 
 
-class Maps(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Maps:
     """Both maps, and whether each key's features add up to 1."""
 
     queries: LearnedFeatures

@@ -7,7 +7,6 @@ and with neither. :mod:`kvlens.kv_bias.fit` defines the recall, which takes as m
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -28,11 +27,8 @@ ROWS_AT_ONCE = 32
 """Texts in one pass. The logits of three passes over them are held at once, and their logarithms, in float64."""
 
 
-class Without(NamedTuple):
-    """The bias that remains when the prompt has not been read, and a description of it."""
-
-    bias: KVBias
-    words: str
+Without = tuple[KVBias, str]
+"""The bias that remains when the prompt has not been read, and a description of it."""
 
 
 def without_prompt(model: ReadsPrompts, prompt: PromptBatch, exact: ConvertedExactly, old: KVBias | None) -> Without:
@@ -54,8 +50,8 @@ def without_prompt(model: ReadsPrompts, prompt: PromptBatch, exact: ConvertedExa
 
     left = bias.with_layers(list(map(rest, bias.layers, before)))
     if old is not None:
-        return Without(continued(old, left), "what was converted before")
-    return Without(left, "the prompt's BOS" if keeps_bos else "nothing")
+        return continued(old, left), "what was converted before"
+    return left, "the prompt's BOS" if keeps_bos else "nothing"
 
 
 @torch.no_grad()
@@ -63,16 +59,16 @@ def answer_errors(
     model: ReadsPrompts, whole: KVBias, converted: KVBias, without: Without, texts: Int[Tensor, "batch text pos"]
 ) -> AnswerErrors:
     """The errors of ``converted`` on ``texts``; ``whole`` represents the prompt. Takes three forward passes over the texts."""
-    batch, n_texts, n_positions = texts.shape
+    (nothing, words), (batch, n_texts, n_positions) = without, texts.shape
     flat, rows = texts.flatten(0, 1), torch.arange(batch).repeat_interleave(n_texts)
     most = min(ROWS_AT_ONCE, max(1, by_device(NUMBERS_AT_ONCE, texts.device) // (4 * n_positions * model.cfg.d_vocab_out)))
     at_once = rows_at_once(model, whole, n_positions, most)
     found = []
     for part in torch.arange(len(rows)).split(at_once):
         tokens = flat[part.to(flat.device)]
-        found.append(_by_position(*(_logits(model, rows_of(b, rows[part]), tokens) for b in (whole, converted, without.bias))))
+        found.append(_by_position(*(_logits(model, rows_of(b, rows[part]), tokens) for b in (whole, converted, nothing))))
     error, size, effect, kl = (torch.cat(x).view(texts.shape) for x in zip(*found, strict=True))
-    return AnswerErrors.of_positions(error, size, effect, kl, without.words)
+    return AnswerErrors.of_positions(error, size, effect, kl, words)
 
 
 def _logits(model: ReadsPrompts, bias: KVBias, tokens: Int[Tensor, "text pos"]) -> Float[Tensor, "text pos vocab"]:
@@ -89,11 +85,8 @@ def _by_position(
     return (new - old).norm(dim=-1), old.norm(dim=-1), (without - old).norm(dim=-1), kl
 
 
-class Said(NamedTuple):
-    """What precedes a sentence, and the sentence, as tokens."""
-
-    lead: Int[Tensor, " lead_pos"]
-    tokens: Int[Tensor, " pos"]
+Said = tuple[Int[Tensor, " lead_pos"], Int[Tensor, " pos"]]
+"""What precedes a sentence, and the sentence, as tokens."""
 
 
 @torch.no_grad()
@@ -141,10 +134,10 @@ def recall_of(
     said = [_said(model, lead, sentence, room, base.device) for sentence in sentences]
     with_prompt, under, without = (_read(model, said, attached, base) for attached in (whole, bias, None))
     words = []
-    for number, one in enumerate(said):
-        for word in Response.of(model, one.lead, one.tokens).words:
+    for number, (before, tokens) in enumerate(said):
+        for word in Response.of(model, before, tokens).words:
             some = slice(word.start, word.stop)
-            if not word.is_word or word.start + len(one.lead) == 0:
+            if not word.is_word or word.start + len(before) == 0:
                 continue
             p, b, w = (log_p[number][0][some].sum() for log_p in (with_prompt, under, without))
             if p - w > MATTERS:
@@ -166,14 +159,15 @@ def lead_of(model: KVModel, layout: Layout) -> str:
 def _said(model: KVModel, lead: str, sentence: str, room: int | None, device: torch.device | str | None) -> Said:
     ids = [model.tokenizer(text, add_special_tokens=False)["input_ids"] for text in (lead, sentence)]
     ids[1] = ids[1][:room]
-    return Said(*(torch.tensor(each, dtype=torch.long, device=device) for each in ids))
+    before, tokens = (torch.tensor(each, dtype=torch.long, device=device) for each in ids)
+    return before, tokens
 
 
 def _read(
     model: KVModel, said: Sequence[Said], attached: KVBias | None, base: Int[Tensor, " base_pos"]
 ) -> list[tuple[Float[Tensor, " pos"], Tensor]]:
     """Of each token of the sentences the log-probability, and whether it is the first choice; 0 and True for a first one."""
-    rows = [torch.cat([one.lead, one.tokens]) for one in said]
+    rows = list(map(torch.cat, said))
     longest = max(map(len, rows))
     padded = torch.stack([torch.cat([row, row.new_zeros(longest - len(row))]) for row in rows])
     at_once = max(1, NUMBERS_PER_PASS // (longest * model.cfg.d_vocab))
@@ -187,8 +181,8 @@ def _read(
             is_first = logits.argmax(dim=-1) == some[:, 1:]
             found += list(zip(log_p.cpu(), is_first.cpu(), strict=True))
     cut_out = []
-    for one, (log_p, is_first) in zip(said, found, strict=True):
-        n, first = len(one.tokens), len(one.lead) - 1
+    for (lead, tokens), (log_p, is_first) in zip(said, found, strict=True):
+        n, first = len(tokens), len(lead) - 1
         if first < 0:
             log_p, is_first, first = torch.cat([log_p.new_zeros(1), log_p]), torch.cat([is_first.new_ones(1), is_first]), 0
         cut_out.append((log_p[first : first + n], is_first[first : first + n]))

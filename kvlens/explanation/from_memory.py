@@ -13,7 +13,7 @@ Names are compared by their content words, without case, accents and possessive 
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import pandas as pd
 import torch
@@ -43,7 +43,8 @@ ORIGINS = Columns(
 )
 
 
-class StatedFact(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class StatedFact:
     """A fact in a prompt, and a question about it.
 
     Attributes:

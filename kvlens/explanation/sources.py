@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
@@ -25,7 +26,8 @@ FULL_SHADE = 8.0
 """How many nats give a word or a unit the full color."""
 
 
-class SourceLine(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class SourceLine:
     """What the list below the answer says of a mark.
 
     Attributes:

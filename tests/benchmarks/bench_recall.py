@@ -104,7 +104,7 @@ class Prepared:
     def bias(self, way: str, ratio: float, others: list[torch.Tensor]) -> tuple[Any, torch.Tensor]:
         """The bias of the document alone, with a batch axis, and the budgets."""
         if way == "none":
-            return self.teacher.without.bias, torch.zeros(self.teacher.n_layers, 1, self.teacher.n_kv_heads, dtype=torch.long)
+            return self.teacher.without[0], torch.zeros(self.teacher.n_layers, 1, self.teacher.n_kv_heads, dtype=torch.long)
         kvzip = KVzip(ratio=ratio)
         if way == "kvzip":
             return kvzip.fit(self.teacher), kvzip.kept(self.teacher).sum(dim=-1)

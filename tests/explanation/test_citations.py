@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from html import unescape
 from types import SimpleNamespace
 
@@ -252,7 +253,8 @@ def test_a_message_of_two_pieces_is_one_document(model):
     layout = layout_of_tokens(model, model.to_tokens(text)[0])
     start, stop = layout.text.index("Which"), layout.text.index("Pavel")
     piece = layout.pieces[0]
-    layout = layout._replace(
+    layout = replace(
+        layout,
         pieces=[piece._replace(name="user", stop=start), piece._replace(name="user", start=stop)],
         asked=[piece._replace(name="question", start=start, stop=stop)],
     )

@@ -1,6 +1,7 @@
 """Words, claims and verdicts, by hand. Units that are removed together, and positions exchanged in groups."""
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -200,9 +201,9 @@ def test_a_model_that_reads_stories_answers_from_the_context(model):
 @pytest.mark.parametrize(
     ("fact", "message"),
     [
-        (LYON._replace(sentence="The capital is Lyon."), "sentence: expected '{}'"),
-        (LYON._replace(object="France"), "question: it has 'France' already"),
-        (LYON._replace(other="lyon"), "other: expected another object"),
+        (replace(LYON, sentence="The capital is Lyon."), "sentence: expected '{}'"),
+        (replace(LYON, object="France"), "question: it has 'France' already"),
+        (replace(LYON, other="lyon"), "other: expected another object"),
     ],
 )
 def test_refusals(model, fact, message):
