@@ -187,25 +187,6 @@ def check_batch(n_prompts: int, batch: int) -> None:
         )
 
 
-def read_bias(attn: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
-    """(b_KV, b_D) of a layer of linear attention after their hooks: the attached bias, otherwise the trained one, else None.
-
-    b_D is None under normalizer "none".
-    """
-    attached, hooked = attn.layer_bias, is_hooked(attn.hook_b_kv, attn.hook_b_d)
-    if attached is None and not attn.cfg.trainable_kv_bias:
-        return None
-    bias = (attn.b_KV[None], attn.b_D[None]) if attached is None else (attached.part.b_kv, attached.part.b_d)
-    if hooked and attached is not None:
-        bias = attached.of_every_prompt(bias[0]), attached.of_every_prompt(bias[1])
-    b_kv, b_d = (b.to(attn.W_O.device, dtype) for b in bias)
-    if hooked:
-        b_kv = _through(attn.hook_b_kv, b_kv)
-    if attn.cfg.normalizer == "none":
-        return b_kv, None
-    return b_kv, _through(attn.hook_b_d, b_d) if hooked else b_d
-
-
 def _of_as_many_keys(hook: HookPoint, b: Tensor) -> Tensor:
     """``hook(b)`` of virtual keys; a prompt of another length has another number of them."""
 
@@ -227,7 +208,8 @@ def _of_as_many_keys(hook: HookPoint, b: Tensor) -> Tensor:
     return _checked(hook, b, hooked)
 
 
-def _through(hook: HookPoint, b: Tensor) -> Tensor:
+def of_one_shape(hook: HookPoint, b: Tensor) -> Tensor:
+    """``hook(b)`` of a tensor of a bias, which must keep its shape but for the batch."""
     return _checked(hook, b, through(hook, b))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from kvlens.components.decode_cache import LinearCacheEntry, SeenTokens
 from kvlens.components.feature_maps import FEATURE_MAPS
 from kvlens.components.heads import HeadOutputs, Heads, NewTokens, is_hooked, read_values, through
-from kvlens.components.layer_bias import read_bias
+from kvlens.components.layer_bias import of_one_shape
 from kvlens.errors import KVLensError
 from kvlens.ops.attention_variants import ridge_attention, ridge_state, ridge_steps
 from kvlens.ops.linear_attention import (
@@ -109,7 +109,7 @@ class LinearHeads(Heads):
             features = self._features(*(x.to(accumulate) for x in (tokens.q, tokens.k, tokens.v)))
             if mask is None and tokens.mask is not None:
                 features = features.hidden(tokens.mask)
-            bias = read_bias(self.attn, accumulate)
+            bias = self._bias(accumulate)
             variant = self.attn.variant
             if variant is not None and variant.ridge is not None:
                 return self._solved(features, variant.ridge.strength)
@@ -136,6 +136,25 @@ class LinearHeads(Heads):
         if self.cfg.normalizer == "none":
             return TokenFeatures(phi_q / self.attn.attn_scale, phi_k, None, None, v, made_of)
         return TokenFeatures(phi_q, phi_k, norm_q, norm_k, v, made_of)
+
+    def _bias(self, dtype: torch.dtype) -> tuple[Tensor, Tensor | None] | None:
+        """(b_KV, b_D) after their hooks: of the attached bias, otherwise the trained one, else None.
+
+        b_D is None under normalizer "none".
+        """
+        attn, attached = self.attn, self.attn.layer_bias
+        if attached is None and not self.cfg.trainable_kv_bias:
+            return None
+        bias = (attn.b_KV[None], attn.b_D[None]) if attached is None else (attached.part.b_kv, attached.part.b_d)
+        hooked = is_hooked(attn.hook_b_kv, attn.hook_b_d)
+        if hooked and attached is not None:
+            bias = attached.of_every_prompt(bias[0]), attached.of_every_prompt(bias[1])
+        b_kv, b_d = (b.to(attn.W_O.device, dtype) for b in bias)
+        if hooked:
+            b_kv = of_one_shape(attn.hook_b_kv, b_kv)
+        if self.cfg.normalizer == "none":
+            return b_kv, None
+        return b_kv, of_one_shape(attn.hook_b_d, b_d) if hooked else b_d
 
     def _rotary_rows(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin of the new tokens' positions, [pos, 1, rotary_dim], with a batch axis in front where rows differ."""
