@@ -233,6 +233,9 @@ class HookedTransformer(HasText, HasWeights):
             )
         return past
 
+    def check_length(self, n_positions: int, attention_mask: Tensor | None) -> None:
+        """Raise KVLensError for a text that is too long; here the tables of positions say so themselves."""
+
     def get_residual(
         self,
         embed: Float[Tensor, "batch pos d_model"],
@@ -247,6 +250,7 @@ class HookedTransformer(HasText, HasWeights):
 
         And, unless ``return_shortformer_pos_embed`` is False, the positions that shortformer adds inside each layer, or None.
         """
+        self.check_length(pos_offset + embed.shape[1], attention_mask)
         residual, positions, kind = embed, None, self.cfg.positional_embedding_type
         if kind != "alibi" and hasattr(self, "pos_embed"):
             positions = self.hook_pos_embed(self.pos_embed(embed[..., 0], pos_offset, attention_mask))

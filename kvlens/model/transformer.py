@@ -171,22 +171,6 @@ class HookedKVTransformer(LoadsAndSaves):
         *read, mask = super().input_to_embed(input, prepend_bos, padding_side, attention_mask, past_kv_cache)
         return *read, None if mask is None or bool(mask.all()) else mask
 
-    def get_residual(
-        self,
-        embed: Tensor,
-        pos_offset: int,
-        prepend_bos: Any = USE_DEFAULT_VALUE,
-        attention_mask: Tensor | None = None,
-        tokens: Tensor | None = None,
-        return_shortformer_pos_embed: bool = True,
-        device: Any = None,
-    ):
-        """As in the base, for texts of at most ``n_ctx`` tokens where that is a limit."""
-        self.check_length(pos_offset + embed.shape[1], attention_mask)
-        return super().get_residual(
-            embed, pos_offset, prepend_bos, attention_mask, tokens, return_shortformer_pos_embed, device
-        )
-
     def check_length(self, n_positions: int, attention_mask: Tensor | None) -> None:
         """Raise KVLensError if the model limits the length of a text and this one, without padding, is longer."""
         cfg = self.cfg
