@@ -199,7 +199,7 @@ def test_the_table_smoke(scores, tmp_path, capsys, monkeypatch):
         "response_tokens": scores.response.tolist(),
         "units": [[unit.name, unit.start, unit.stop] for unit in UNITS],
         "stating": [2],
-        "measured": bench_peers.measured(model, scores, 10, 1),
+        "measured": bench_peers.measured(model, scores, 10, 1, frozenset()),
         "scores": scores.known,
         "pace": [0.1, 0.01],
     }

@@ -23,6 +23,7 @@ import itertools
 import json
 import random
 import re
+import resource
 import statistics
 import sys
 import time
@@ -82,6 +83,20 @@ def case_of(rows: list[dict[str, Any]], i: int, seed: int) -> dict[str, str] | N
         n += m
     draw.shuffle(chosen)
     return {row["title"]: row["text"] for row in chosen}
+
+
+def accounted(found: Explained, answers: list[str], stating: list[int]) -> list[tuple[str, str]]:
+    """The content words of the first, shortest run of a response's words that has a short answer, each with its account:
+    ``stated`` of one that a stating sentence is a source of, whatever the account."""
+    words = found.words[found.words["start"] < found.words["stop"]]
+    starts, stops = words["start"].tolist(), words["stop"].tolist()
+    runs = ((i, i + n) for n in range(len(words)) for i in range(len(words) - n))
+    first, last = next((i, j) for i, j in runs if has_answer(found.response[starts[i] : stops[j]], answers))
+    cited, kept = found.citations, []
+    for word in words.iloc[first : last + 1].query("account != ''").itertuples():
+        own = cited[(cited["response_start"] <= word.start) & (cited["response_stop"] >= word.stop)]
+        kept.append((word.text, "stated" if set(own["unit"]) & set(stating) else word.account))
+    return kept
 
 
 def explained(
@@ -144,6 +159,8 @@ def explained(
         "processor": processor,
         "n_again": len(chosen),
         "false": false,
+        "accounted": accounted(found, row["answers"], stating) if has_answer(found.response, row["answers"]) else [],
+        "without": found.without,
         "accounts": found.citations["account"].value_counts().to_dict(),
         "n_cited": n_cited,
         "false_cited": false_cited,
@@ -166,6 +183,9 @@ def summary(cases: list[dict[str, Any]]) -> str:
     holds = [has_answer(case["claims"][case["about"]]["text"], case["answers"]) for case in right]
     beside = [sum(not set(cause) & set(case["stating"]) for cause in case["causes"]) for case in right]
     n_again, false = sum(case["n_again"] for case in cases), sum(len(case["false"]) for case in cases)
+    accounts = [{account for _, account in case["accounted"]} for case in right]
+    n_stated = sum(bool(of) and of <= {"stated", "memory", "question"} for of in accounts)
+    low, high = wilson(np.array([n_stated / len(right)]), len(right))
     alone = collections.Counter(parts for case in right for parts in case["layers"] if "+" not in parts)
     sizes = collections.Counter(case["layers"][0].count("+") + 1 if case["layers"] else 0 for case in right if case["causes"])
     lines = [
@@ -173,6 +193,8 @@ def summary(cases: list[dict[str, Any]]) -> str:
         f"a cause has the short answer's sentence: {sum(stated)} of {len(right)} ({100 * statistics.fmean(stated):.0f} %)",
         f"short answer in a claim: {sum(case['short_in_claims'] for case in right)}; of any claim: {sum(any_claim)}; of the "
         f"heading claim: {sum(heading)}; in the heading claim itself: {sum(holds)}",
+        f"all words of the short answer are cited by its sentence, from memory or the question's: {n_stated} of {len(right)} "
+        f"({100 * low[0]:.0f} to {100 * high[0]:.0f} %); {dict(collections.Counter('+'.join(sorted(of)) for of in accounts))}",
         f"causes beside it: {statistics.fmean(beside):.2f} a question",
         f"statements run again: {n_again}, false: {false}",
         f"marks run again: {sum(case['n_cited'] for case in cases)}, false: {sum(len(case['false_cited']) for case in cases)}",
@@ -390,6 +412,7 @@ def main(words: list[str]) -> None:
     say.add_argument("--seed", type=int, default=0)
     say.add_argument("--first", type=int, default=0)
     say.add_argument("--device", default="cpu")
+    say.add_argument("--dtype", default="float32")
     say.add_argument("--seconds", type=float, default=float("inf"))
     say.add_argument("--shard", default="0/1", help="every n-th row from the i-th on, as i/n")
     args = say.parse_args(words)
@@ -409,13 +432,8 @@ def main(words: list[str]) -> None:
         return
     lines = measured(args.out)
     cases, done = [line for line in lines if "causes" in line], {line["i"] for line in lines}
-    model = kvlens.load(args.model, device=args.device)
-    folder = Path(args.model)
-    where = dict(gguf_file=folder.name) if folder.suffix == ".gguf" else {}
-    hf = AutoModelForCausalLM.from_pretrained(
-        folder.parent if where else folder, dtype=torch.float32, attn_implementation="written_out", **where
-    )
-    plain = Plain(hf.eval().to(args.device))
+    model = kvlens.load(args.model, device=args.device, dtype=getattr(torch, args.dtype))
+    plain = plain_model(Path(args.model), args.device) if args.cases_again else None
     began, tried = time.perf_counter(), len(done)
     shard, n_shards = map(int, args.shard.split("/"))
     chosen = (i for i in range(args.first + shard, len(rows), n_shards) if i not in done)
@@ -434,6 +452,15 @@ def main(words: list[str]) -> None:
         with args.out.open("a") as out_file:
             out_file.write(json.dumps({"i": i, **case}) + "\n")
     print(f"{tried} questions tried\n{summary(cases)}")
+    print(f"memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.1f} GiB at most")
+
+
+def plain_model(folder: Path, device: str) -> Plain:
+    where = dict(gguf_file=folder.name) if folder.suffix == ".gguf" else {}
+    hf = AutoModelForCausalLM.from_pretrained(
+        folder.parent if where else folder, dtype=torch.float32, attn_implementation="written_out", **where
+    )
+    return Plain(hf.eval().to(device))
 
 
 def answers(model: Any, rows: list[dict[str, Any]], asked: Iterator[tuple[int, Any]]) -> Iterator[tuple[int, Any, str]]:

@@ -1,6 +1,6 @@
-"""Which sentences of a prompt a real model's response comes from: kvlens beside ContextCite, Captum and the usual measures.
+"""Which sentences of a prompt a real model's response comes from: kvlens beside other packages and the usual measures.
 
-    pip install context-cite captum
+    pip install context-cite captum flashtrace
     python tests/benchmarks/bench_peers.py FOLDER --data nq-oracle-half.jsonl.gz --out FILE [--sizes 10 30 60] [--cases 40]
 
 FOLDER has a chat model in Hugging Face's format, DATA has the lines of ``bench_explanation.py``, whose cases are taken; those
@@ -356,7 +356,7 @@ def timed(run: Callable[[], Tensor]) -> dict[str, Any]:
     return {"effects": effects.double().tolist(), "seconds": time.process_time() - began}
 
 
-def measured(model: Any, scores: Scores, size: int, seed: int) -> dict[str, dict[str, Any]]:
+def measured(model: Any, scores: Scores, size: int, seed: int, has: frozenset[str]) -> dict[str, dict[str, Any]]:
     """The methods that look into the model."""
     prompt, last, units = scores.prompt[:-1], scores.prompt[-1:], list(scores.units)
     question = Question.of(model, prompt, last, scores.response)
@@ -369,6 +369,11 @@ def measured(model: Any, scores: Scores, size: int, seed: int) -> dict[str, dict
     whole = timed(lambda: gradient.setdefault("norm", gradients(scores, gradient)))
     found["gradient norm"] = whole
     found["gradient x input"] = {"effects": gradient["input"].double().tolist(), "seconds": whole["seconds"]}
+    if "flashtrace" in has:
+        try:
+            found["FlashTrace"] = timed(lambda: flashtrace(model.tokenizer, scores))
+        except ValueError as error:
+            print(f"FlashTrace is left out: {error}")
     generator = torch.Generator().manual_seed(seed)
     found["random"] = {"effects": torch.rand(len(units), generator=generator).tolist(), "seconds": 0.0}
     return found
@@ -405,6 +410,16 @@ def gradients(scores: Scores, found: dict[str, Tensor]) -> Tensor:
         (grad,) = torch.autograd.grad(f, x)
     found["input"] = per_unit(scores, (grad * x.detach())[0].sum(dim=-1))
     return per_unit(scores, grad[0].norm(dim=-1))
+
+
+def flashtrace(tokenizer: Any, scores: Scores) -> Tensor:
+    """The package's scores of the whole response, as it is by default: one hop through the response, no full stop, no comma."""
+    tracer = importlib.import_module("flashtrace").FlashTrace(scores.hf, tokenizer, recompute_attention=True)
+    prompt, response = tokenizer.decode(scores.prompt), tokenizer.decode(scores.response, skip_special_tokens=True)
+    tokens = scores.response[: -1 if scores.response[-1] == tokenizer.eos_token_id else None]
+    if tokenizer([prompt, response], add_special_tokens=False).input_ids != [scores.prompt.tolist(), tokens.tolist()]:
+        raise ValueError(f"its tokens are other ones, as it reads them from text: {response}")
+    return per_unit(scores, torch.tensor(tracer.trace(prompt=prompt, target=response).scores))
 
 
 @contextlib.contextmanager
@@ -490,7 +505,7 @@ def one_case(model: Any, hf: Any, row: dict[str, Any], i: int, size: int, docume
         "response_tokens": response.tolist(),
         "units": [[unit.name, unit.start, unit.stop] for unit in units],
         "stating": [u for u, unit in enumerate(units) if has_answer(unit.text, row["answers"])],
-        "measured": measured(model, scores, size, FRESH + i),
+        "measured": measured(model, scores, size, FRESH + i, plan.has),
     }
     of = torch.tensor(documents_of(units))
     dry = Scores(units, prompt, response, dry=True)
@@ -619,12 +634,12 @@ def summary(lines: Sequence[dict[str, Any]], plan: Plan, pace: Pace) -> str:
 def peers() -> frozenset[str]:
     """The peers' packages that are there; says which are missing."""
     found = set()
-    for name, load in (("context_cite", context_cite_module), ("captum", lambda: importlib.import_module("captum.attr"))):
+    for name in ("context_cite", "captum", "flashtrace"):
         try:
-            load()
+            context_cite_module() if name == "context_cite" else importlib.import_module(name)
             found.add(name)
         except ImportError as error:
-            print(f"{name} is left out: {error}; pip install context-cite captum")
+            print(f"{name} is left out: {error}; pip install context-cite captum flashtrace")
     return frozenset(found)
 
 
