@@ -18,8 +18,9 @@ from kvlens.explanation.citations import (
     MarkedRun,
     marked_runs,
 )
-from kvlens.explanation.claims import GONE, NEAR_TIES, PARTLY, SAME
+from kvlens.explanation.claims import GONE, NEAR_TIES, PARTLY, SAME, normal
 from kvlens.explanation.presentation import LONGEST_UNIT, SEPARATOR, listed, quoted, some_named, unit_named
+from kvlens.texts import WORD
 from kvlens.viz._text import html_text
 
 FULL_SHADE = 8.0
@@ -126,8 +127,11 @@ def _without_sources(found: Any) -> Iterator[SourceLine]:
     if unfound := _phrases(found, account == UNFOUND):
         text = f"Lost without all parts of the prompt, and no part was found that loses it: {some_named(unfound)}."
         yield SourceLine("?", text, rows)
-    if asked := _phrases(found, account == IN_QUESTION):
-        yield SourceLine("", f"Words of the question have no mark: {some_named(asked)}.", ())
+    question = {normal(word) for word in WORD.findall(found.question)}
+    in_question = found.citations["text"].map(lambda text: question.issuperset(map(normal, WORD.findall(text))))
+    for whose, chosen in (("the question", in_question), ("what else is never removed", ~in_question)):
+        if asked := _phrases(found, (account == IN_QUESTION) & chosen):
+            yield SourceLine("", f"Words of {whose} have no mark: {some_named(asked)}.", ())
 
 
 def _following(found: Any, of_nothing: tuple[int, ...]) -> Iterator[SourceLine]:

@@ -86,14 +86,16 @@ def case_of(rows: list[dict[str, Any]], i: int, seed: int) -> dict[str, str] | N
 
 
 def accounted(found: Explained, answers: list[str], stating: list[int]) -> list[tuple[str, str]]:
-    """The content words of the first, shortest run of a response's words that has a short answer, each with its account:
-    ``stated`` of one that a stating sentence is a source of, whatever the account."""
+    """The content words of the first, shortest run of a response's words that has a short answer, without those that the
+    question has, each with its account: ``stated`` of one that a stating sentence is a source of, whatever the account."""
     words = found.words[found.words["start"] < found.words["stop"]]
     starts, stops = words["start"].tolist(), words["stop"].tolist()
     runs = ((i, i + n) for n in range(len(words)) for i in range(len(words) - n))
     first, last = next((i, j) for i, j in runs if has_answer(found.response[starts[i] : stops[j]], answers))
     cited, kept = found.citations, []
     for word in words.iloc[first : last + 1].query("account != ''").itertuples():
+        if has_answer(found.question, [word.text]):
+            continue
         own = cited[(cited["response_start"] <= word.start) & (cited["response_stop"] >= word.stop)]
         kept.append((word.text, "stated" if set(own["unit"]) & set(stating) else word.account))
     return kept
@@ -184,7 +186,7 @@ def summary(cases: list[dict[str, Any]]) -> str:
     beside = [sum(not set(cause) & set(case["stating"]) for cause in case["causes"]) for case in right]
     n_again, false = sum(case["n_again"] for case in cases), sum(len(case["false"]) for case in cases)
     accounts = [{account for _, account in case["accounted"]} for case in right]
-    n_stated = sum(bool(of) and of <= {"stated", "memory", "question"} for of in accounts)
+    n_stated = sum(of <= {"stated", "memory"} for of in accounts)
     low, high = wilson(np.array([n_stated / len(right)]), len(right))
     alone = collections.Counter(parts for case in right for parts in case["layers"] if "+" not in parts)
     sizes = collections.Counter(case["layers"][0].count("+") + 1 if case["layers"] else 0 for case in right if case["causes"])
@@ -193,7 +195,7 @@ def summary(cases: list[dict[str, Any]]) -> str:
         f"a cause has the short answer's sentence: {sum(stated)} of {len(right)} ({100 * statistics.fmean(stated):.0f} %)",
         f"short answer in a claim: {sum(case['short_in_claims'] for case in right)}; of any claim: {sum(any_claim)}; of the "
         f"heading claim: {sum(heading)}; in the heading claim itself: {sum(holds)}",
-        f"all words of the short answer are cited by its sentence, from memory or the question's: {n_stated} of {len(right)} "
+        f"all words of the short answer cite its sentence or are from memory: {n_stated} of {len(right)} "
         f"({100 * low[0]:.0f} to {100 * high[0]:.0f} %); {dict(collections.Counter('+'.join(sorted(of)) for of in accounts))}",
         f"causes beside it: {statistics.fmean(beside):.2f} a question",
         f"statements run again: {n_again}, false: {false}",

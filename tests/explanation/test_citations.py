@@ -163,6 +163,20 @@ def test_lines_on_several_sources_say_what_the_runs_say(is_whole, verdicts, alon
     assert lines == ((2, 3, 4) if one_enough else (2,))
 
 
+def test_a_word_that_only_a_documents_name_has_is_not_said_to_be_of_the_question():
+    """Of the question are its own words, in any case, and a Chinese one that several characters of it make up."""
+    rows = [("Moss", 0, 4), ("Trees", 8, 13), ("会议", 14, 16)]
+    table = pd.DataFrame(rows, columns=["text", "response_start", "response_stop"]).assign(
+        account="question", unit=-1, source=0, claim=-1, verdict=""
+    )
+    question = SimpleNamespace(question="What hangs from trees? 会议在哪里？", response="Moss on Trees 会议", citations=table)
+    question.rows = lambda *names: table[:0]
+    assert [line.text for line in sources_in_words(question)] == [
+        "Words of the question have no mark: 'Trees 会议'.",
+        "Words of what else is never removed have no mark: 'Moss'.",
+    ]
+
+
 # --- by hand ------------------------------------------------------------------------------------------------------------------
 
 TOKENS = ["Tom", ":", " Buy", " milk", " in", " Rome", ",", " Italy", ".", " Rome", " sells", " Paris", " no", " office", "."]
