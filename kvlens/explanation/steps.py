@@ -20,8 +20,20 @@ from kvlens.chat import ROLES, Chat, as_prompt, one_sequence, prompt_layout
 from kvlens.checks import Count, checked
 from kvlens.errors import brief, nearest
 from kvlens.explanation.by_unit import UnitSearch
-from kvlens.explanation.citations import DocumentSpan, documents_of
-from kvlens.explanation.claims import DEPENDS, GONE, SAID, Claim, Verdict, claim_of, claims_of, is_content, normal, verdict
+from kvlens.explanation.citations import DocumentSpan, documents_of, needs_account
+from kvlens.explanation.claims import (
+    DEPENDS,
+    GONE,
+    SAID,
+    Claim,
+    Verdict,
+    claim_of,
+    claims_of,
+    is_content,
+    normal,
+    places_of_words,
+    verdict,
+)
 from kvlens.explanation.exchanges import MOST_LAYERS, QUESTION_PLACE, Place, exchange_layers, exchange_positions, places_of
 from kvlens.explanation.explained import STATEMENT_COLUMNS, Explained, found_by
 from kvlens.explanation.heading import asked_for, candidates_of
@@ -415,9 +427,21 @@ class Explaining:
         if len(candidates) < 2:
             return self.expected
         best = self._answering(candidates)
-        return best if best < len(self.claims) else self._with_claim(candidates[best])
+        return best if best < len(self.claims) else self.with_claim(candidates[best])
 
-    def _with_claim(self, claim: Claim) -> int:
+    def words_lost(self) -> list[Claim]:
+        """Words in no claim that need an account, and are lost without all units; each as a claim."""
+        words, places = self.response.words, places_of_words(self.response)
+        free = [
+            claim_of(self.response, i, i + 1, nats, self.question)
+            for i, nats in enumerate(self.of_words(self.nothing.falls))
+            if needs_account(words[i], self.response.text, *places[i])
+            and normal(words[i].text) not in self.question
+            and not any(claim.start <= words[i].start < claim.stop for claim in self.claims)
+        ]
+        return [claim for claim in free if self.of(claim, self.nothing).name in GONE]
+
+    def with_claim(self, claim: Claim) -> int:
         """The number of a claim that is added to the others."""
         self.claims.append(claim)
         self.add(len(self.claims) - 1, self.nothing, "units", "none", range(len(self.units)))
@@ -432,7 +456,7 @@ class Explaining:
             if names[start:stop] == wanted:
                 words = self.response.words[start:stop]
                 nats = float(self.nothing.falls[words[0].start : words[-1].stop].sum())
-                return self._with_claim(claim_of(self.response, start, stop, nats, self.question))
+                return self.with_claim(claim_of(self.response, start, stop, nats, self.question))
         said = [word.text for word in self.response.words if word.is_word]
         raise KVLensError(f"about: the response has no {about!r}{nearest(about, said)}. It is: {self.response.text!r}")
 

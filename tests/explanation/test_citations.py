@@ -163,6 +163,18 @@ def test_lines_on_several_sources_say_what_the_runs_say(is_whole, verdicts, alon
     assert lines == ((2, 3, 4) if one_enough else (2,))
 
 
+@pytest.mark.filterwarnings("ignore:the model's vocabulary lacks")
+def test_a_word_that_falls_too_little_for_a_claim_cites_the_cause_that_loses_it_too(model, monkeypatch):
+    monkeypatch.setattr("kvlens.explanation.claims.DEPENDS", 5.0)
+    found = kvlens.explain(model, STORIES["one"], QUESTION, answer=" donkey and feeds a donkey at night.", depth="units")
+    assert found.claims["text"].tolist() == ["donkey", "night"] and 0 < found.claims["nats"][1] < 5.0
+    assert found.marked == "donkey [1] feeds [follows from 1] a donkey [?] night [1]." and found.claim == "donkey"
+    runs = found.statements.query("claim == 1 and role == 'breaking'")
+    assert set(zip(runs["parts"], runs["gap"], runs["verdict"], strict=True)) == {
+        ("2", gap, "lost") for gap in ("kept", "closed")
+    }
+
+
 def test_a_word_that_only_a_documents_name_has_is_not_said_to_be_of_the_question():
     """Of the question are its own words, in any case, and a Chinese one that several characters of it make up."""
     rows = [("Moss", 0, 4), ("Trees", 8, 13), ("会议", 14, 16)]
