@@ -184,7 +184,7 @@ def prompt_attribution(
         prompt: a string, a chat, or tokens [pos] with BOS where the model wants one.
         text: what follows the prompt, a string or tokens [pos] without BOS, up to where the answer begins; behind a chat the
             first words of the answer, or None where that begins at once.
-        by: the units: ``token``, ``word``, ``sentence``, ``paragraph``, or token ranges.
+        by: the units: one of :data:`kvlens.arguments.UNITS`, or token ranges. A chat's question is in none.
         answer: whose log-probability is explained: a string, a token, or several tokens, which add up; None for the most
             probable next token.
         rival: another answer, whose log-probability is taken away; None for none.

@@ -224,7 +224,8 @@ def _description(analysis: "Analysis") -> str:
     fields: dict[str, bool] = {}
     for source in analysis.inputs.values():
         fields[source.name] = fields.get(source.name, False) or source.required
-    named = ", ".join(name if required else f"{name} (optional)" for name, required in fields.items())
+    said = {"prompt": "prompt, or messages"}
+    named = ", ".join(said.get(name, name) if required else f"{name} (optional)" for name, required in fields.items())
     reads = f"fields of a record that it reads: {named or 'none; it runs once per model, without PROMPTS'}"
     cost = f"\n\ncost: {analysis.cost}" if analysis.cost else ""
     columns = "\n".join(f"  {line}" for line in analysis.columns.table(terminal_width() - 2))
