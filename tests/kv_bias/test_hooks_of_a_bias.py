@@ -320,23 +320,28 @@ def test_rows_may_differ_at_some_of_the_points_alone(model, steps, gradients):
 
 
 @pytest.mark.parametrize(
-    ("under_bias", "of_both", "value"),
-    [(["z_bias"], "pattern", 0.0), (["b_kv", "b_d"], "attn_scores", -torch.inf), (["z"], "z", 0.0)],
-    ids=["the prompt's part", "as if there were no prompt", "the whole head"],
+    ("under_bias", "of_both", "value", "at"),
+    [
+        (["z_bias"], "pattern", 0.0, slice(None)),
+        (["b_kv", "b_d"], "attn_scores", -torch.inf, slice(None)),
+        (["b_kv", "b_d"], "attn_scores", -torch.inf, slice(1, 3)),
+        (["z"], "z", 0.0, slice(None)),
+    ],
+    ids=["the prompt's part", "as if there were no prompt", "as if some tokens were unseen", "the whole head"],
 )
-def test_a_hook_under_a_bias_is_this_hook_in_the_pass_over_both(model, under_bias, of_both, value):
+def test_a_hook_under_a_bias_is_this_hook_in_the_pass_over_both(model, under_bias, of_both, value, at):
     """The table of docs/how-to/from-transformerlens-3.md, for one head of the first layer."""
     n, head, name = len(ONE), 2, "blocks.0.attn.hook_{}".format
     both = torch.cat([ONE.expand(len(TEXT), -1), TEXT], dim=1)
 
     def no_bias(x, hook):
         x = x.clone()
-        (x[:, head] if "hook_b_" in hook.name else x[:, :, head])[:] = 0
+        (x[:, head, at] if "hook_b_" in hook.name else x[:, :, head])[:] = 0
         return x
 
     def no_prompt(x, hook):
         x = x.clone()
-        (x[:, n:, head] if of_both == "z" else x[:, head, n:, :n])[:] = value
+        (x[:, n:, head] if of_both == "z" else x[:, head, n:, :n][..., at])[:] = value
         return x
 
     expected = model.run_with_hooks(both, fwd_hooks=[(name(of_both), no_prompt)])[:, n:]
