@@ -3,15 +3,18 @@
 Transformers dequantizes the weights: the model computes what Transformers' model of the same file computes. Tokenizer and chat
 template come from the file, too. Before Transformers gets a file, its header is read here: that reader goes through as many
 entries as a damaged length says, builds as many layers, takes weights from wherever an offset says, and needs 10 microseconds
-for each entry of an array, and a third of one for each byte of a string, three times.
+for each entry of an array, and a third of one for each byte of a string.
 """
 
+import contextlib
+import functools
+import importlib
 import math
 import mmap
 import re
 import struct
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,7 +99,7 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
     check_places(path, header)
     check_names(path, str(name), header)
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with tempfile.TemporaryDirectory() as folder, _read_once():
             # Transformers reads what else stands in a file's folder, so the file gets one of its own
             (Path(folder) / "model.gguf").symlink_to(path.resolve())
             own: dict[str, Any] = {"gguf_file": "model.gguf"}
@@ -123,6 +126,19 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
     tokenizer = with_bos_in_front(tokenizer, path.stem, type(model).__name__)
     tokenizer.init_kwargs["add_bos_token"] = True  # TransformerLens loads any other again by its name
     return model, tokenizer
+
+
+@contextlib.contextmanager
+def _read_once() -> Iterator[None]:
+    """Inside, Transformers reads a file's entries once, not for configuration, weights and tokenizer each, and makes the table
+    of tensors' names once, not for every module: half of the seconds that a small model takes."""
+    package: Any = importlib.import_module("gguf")
+    before = package.GGUFReader, package.get_tensor_name_map
+    package.GGUFReader, package.get_tensor_name_map = map(functools.cache, before)
+    try:
+        yield
+    finally:
+        package.GGUFReader, package.get_tensor_name_map = before
 
 
 def read_header(path: Path) -> Header:

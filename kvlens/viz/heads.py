@@ -33,6 +33,8 @@ from kvlens.viz.page import Piece
 
 MAX_NUMBERED = 24
 """Up to this many heads per layer, cells show their numbers."""
+SMALLEST_POINTS, LARGEST_POINTS, TICK_POINTS = 3.5, 7.0, 10.0
+"""Of a matplotlib map: the size of the numbers in cells, which stay away where they would be smaller, and between two ticks."""
 
 
 def head_grid(table: pd.DataFrame, column: str) -> pd.DataFrame:
@@ -223,13 +225,18 @@ def draw_heat_map(ax: Any, table: pd.DataFrame, value: str, name: str, *, withou
     colors = diverging_map() if signed else _upper_half(diverging_map())
     image = ax.imshow(grid, cmap=colors, vmin=lowest, vmax=top, aspect="auto")
     ax.set(xlabel="head", ylabel="layer", title=name)
-    ax.set_xticks(range(grid.shape[1]), [str(head) for head in grid.columns])
-    ax.set_yticks(range(grid.shape[0]), [str(layer) for layer in grid.index])
-    if grid.shape[1] <= MAX_NUMBERED:
-        for (row, column), entry in np.ndenumerate(grid.to_numpy()):
-            color = "white" if abs(entry - low) > 0.55 * (top - low) else "black"
-            ax.text(column, row, number(entry, max(abs(low), abs(top))), ha="center", va="center", fontsize=7, color=color)
     ax.figure.colorbar(image, ax=ax, label=value, extend=beyond(grid.to_numpy().flat, lowest, top))
+    room = ax.get_window_extent()
+    wide, high = (72 / ax.figure.dpi * side / n for side, n in zip((room.width, room.height), grid.shape[::-1], strict=True))
+    for axis, names, side in ((ax.xaxis, grid.columns, wide), (ax.yaxis, grid.index, high)):
+        every = math.ceil(TICK_POINTS / side)
+        axis.set_ticks(range(0, len(names), every), [str(each) for each in names[::every]])
+    texts = [number(entry, max(abs(low), abs(top))) for entry in grid.to_numpy().flat]
+    size = min(LARGEST_POINTS, wide / (0.6 * max(map(len, texts))), 0.8 * high)
+    if grid.shape[1] <= MAX_NUMBERED and size >= SMALLEST_POINTS:
+        for (row, column), text in zip(np.ndindex(grid.shape), texts, strict=True):
+            color = "white" if abs(grid.to_numpy()[row, column] - low) > 0.55 * (top - low) else "black"
+            ax.text(column, row, text, ha="center", va="center", fontsize=size, color=color)
     return ax
 
 

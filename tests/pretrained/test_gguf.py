@@ -102,6 +102,20 @@ def test_the_model_of_a_file_is_transformers_own(front_end, file, monkeypatch):
     assert model.tokenizer("the dog sat", add_special_tokens=False)["input_ids"] == theirs("the dog sat")["input_ids"]
 
 
+def test_entries_are_read_once_and_the_package_is_left_as_it_was(file, monkeypatch):
+    import gguf
+
+    made = []
+    monkeypatch.setattr(gguf, "GGUFReader", lambda path, own=gguf.GGUFReader: made.append(path) or own(path))
+    before = gguf.GGUFReader, gguf.get_tensor_name_map
+    load(str(file), verify=False)
+    assert len(made) == 1 and (gguf.GGUFReader, gguf.get_tensor_name_map) == before
+    monkeypatch.setattr(reader, "read_model", lambda *args, **more: 1 / 0)
+    with pytest.raises(KVLensError, match="division by zero"):
+        load(str(file))
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
+
+
 def test_nothing_is_written_to_stderr_which_a_notebook_shows_red(file, capfd):
     load(file)
     assert capfd.readouterr().err == ""
