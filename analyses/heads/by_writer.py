@@ -29,7 +29,7 @@ from kvlens.model import head_hooks
 from kvlens.texts import token_texts
 
 from ..attribution.answers import Answer, Rival, answer_and_rival
-from ..declaration import Columns, Option, analysis, tokens_field
+from ..declaration import TEXT_IF_ANY, Columns, Option, analysis
 from ..logit_attribution import LogitTarget, residual_directions
 from ..sequences import PromptTokens, TextTokens
 from .writers import NO_VECTOR, SINK, HeadByWriter, Scored, TokenOfText, head_by_writer, position_of, reading
@@ -60,7 +60,6 @@ OPTIONS = {
     "query": Option("the token that attends: a word, or a position in prompt and text together; by default the last"),
     "n_run": Option("how many writers of each side are taken out in runs"),
 }
-TEXT_IF_ANY = tokens_field("text", prepend_bos=False, required=False)
 
 
 @analysis(
