@@ -42,8 +42,7 @@ MOST_KEPT = 64
 """Of more values than these a stored run has number, mean and interval; their t-test is the stricter one then."""
 
 
-@dataclass(frozen=True, eq=False)
-class Result:
+class Result(NamedTuple):
     """A line under a claim.
 
     Attributes:
