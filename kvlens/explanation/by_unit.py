@@ -11,8 +11,7 @@
 3. Where no unit alone is one, the strongest are removed together, then pairs of those that lose the claim together. Strong is a
    unit that costs much when it goes, and little when it alone stays. Of more than `MOST_ORDERED` only the strongest
    are tried so, by what the response loses when these, or all others, are hidden from it.
-4. A word that falls by too little to be a claim, but is lost without all units, is one where a unit that is a cause loses it,
-   too. That takes no run.
+4. A word that falls by too little to be a claim, but is lost without all units, is one where a unit loses it alone.
 """
 
 import itertools
@@ -20,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
+from kvlens.arguments import Positions
 from kvlens.explanation.claims import GONE, Claim, may_be_lost
 from kvlens.explanation.runs import MORE_TOKENS, PASS, IndexSet, Outcome
 
@@ -158,20 +158,19 @@ class UnitSearch:
                 self.add(number, now, "group", units)
         self._add_each(self.each)
         found = [self._cause(number, self._losing(number), number == heading) for number in range(len(self.explaining.claims))]
-        known = {row["parts"] for row in self.explaining.rows if (row["role"], row["gap"]) == ("breaking", "closed")}
-        for word in self.explaining.words_lost():
-            losing = [unit for unit in sorted(self.each) if str(unit) in known and self._loses(unit, word)]
-            if losing:
+        words = self.explaining.words_lost()
+        may = [unit for unit in sorted(self.each) if any(self._loses(unit, word) for word in words)]
+        self.runs.without([[unit] for unit in may], "closed")
+        for word in words:
+            if losing := [unit for unit in may if self._loses(unit, word) and self._loses(unit, word, "closed")]:
                 number = self.explaining.with_claim(word)
                 for unit in sorted(self.each):
                     self.add(number, self.each[unit], "each", [unit])
                 found.append(self._cause(number, losing, False))
         return found
 
-    def _loses(self, unit: int, claim: Claim) -> bool:
-        """Whether a claim is lost without a unit with its gap kept and closed."""
-        closed = self.runs.without([[unit]], "closed")[0]
-        return all(self.explaining.of(claim, now).name in GONE for now in (self.each[unit], closed))
+    def _loses(self, unit: int, claim: Claim, gap: Positions = "kept") -> bool:
+        return self.explaining.of(claim, self.runs.without([[unit]], gap)[0]).name in GONE
 
     def _add_each(self, units: Iterable[int]) -> None:
         for number, unit in itertools.product(range(len(self.explaining.claims)), sorted(units)):

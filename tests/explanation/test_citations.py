@@ -164,7 +164,7 @@ def test_lines_on_several_sources_say_what_the_runs_say(is_whole, verdicts, alon
 
 
 @pytest.mark.filterwarnings("ignore:the model's vocabulary lacks")
-def test_a_word_that_falls_too_little_for_a_claim_cites_the_cause_that_loses_it_too(model, monkeypatch):
+def test_a_word_that_falls_too_little_for_a_claim_cites_the_sentence_that_loses_it(model, monkeypatch):
     monkeypatch.setattr("kvlens.explanation.claims.DEPENDS", 5.0)
     found = kvlens.explain(model, STORIES["one"], QUESTION, answer=" donkey and feeds a donkey at night.", depth="units")
     assert found.claims["text"].tolist() == ["donkey", "night"] and 0 < found.claims["nats"][1] < 5.0
