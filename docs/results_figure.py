@@ -18,10 +18,10 @@ def numbers(root: Path = ROOT) -> dict[str, dict[str, float]]:
     scores = {
         name: float(re.search(rf"^\| {row} \| \**([\d.]+)", explanations, re.M)[1])
         for name, row in {
-            "InteractionFit, 64 passes": r"kvlens, `InteractionFit\(64\)`",
-            "ContextCite, 64": "ContextCite 0.0.4, 64",
-            "leave one out": r"kvlens, `LeaveOneOut`, gap kept",
-            "gradient norm": "gradient norm",
+            "InteractionFit, 32 passes": r"kvlens, `InteractionFit\(32\)`",
+            "ContextCite, 32": "ContextCite 0.0.4, 32",
+            "leave one out": "kvlens, `LeaveOneOut`, gap closed",
+            "FlashTrace": "FlashTrace 0.1.1",
         }.items()
     }
     kinds = "by exchange lose", "by retrieval score", "by induction score", "by attention", "at random"
