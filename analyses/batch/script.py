@@ -243,7 +243,7 @@ def _example(analysis: "Analysis", prog: str) -> str:
     held = {
         each.name: EXAMPLE_VALUES.get(each.name, "...")
         for each in analysis.inputs.values()
-        if each.required or each.name in ("answer", "corrupted")
+        if each.required or each.name in ("text", "answer", "corrupted")
     }
     line = json.dumps({**held, "case": 1})
     return (
