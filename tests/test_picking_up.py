@@ -4,6 +4,7 @@ import doctest
 import functools
 import importlib
 import inspect
+import json
 import os
 import re
 import shlex
@@ -139,7 +140,13 @@ BY_OTHERS = ("python", "sphinx-build", "ray")
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the commands are a shell's: needs bash")
 def test_the_commands_of_readme_and_pages_run_one_after_the_other_in_an_empty_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    pytest.importorskip("gguf", reason='needs the extra: pip install -e ".[gguf]"')
+    from test_gguf import write
+
+    write(tmp_path / "chat.gguf")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Return a list of widgets."}\n{"prompt": "Sort the list."}\n')
+    message = {"role": "user", "content": "the cat sat on the mat. where is the cat?"}
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [message], "answer": "the mat"}))
     pages = [README, ROOT / "docs/start.md", *sorted((ROOT / "docs/how-to").glob("*.md"))]
     lines = [line for page in pages for block in blocks("bash", page) for line in block.splitlines()]
     commands = [command for line in lines for command in line.split(" && ")]
