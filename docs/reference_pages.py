@@ -23,7 +23,7 @@ OPEN = ("kvlens", "kvlens.analyses")
 
 @functools.cache
 def modules() -> dict[str, list[str]]:
-    """The modules of each page, by package; those that lie directly in ``kvlens`` are on its page."""
+    """The modules of each page, by package; those that lie directly in ``kvlens`` share a page of their own."""
     found: dict[str, list[str]] = {"kvlens": []}
     _walk("kvlens", found)
     return found

@@ -193,9 +193,8 @@ def _bar(verbose: bool, on_progress: Callable[[float], None] | None) -> Iterator
 
 def _check_convertible(model: HookedKVTransformer) -> None:
     """Raise KVLensError if the model's prompts cannot be converted to a bias."""
-    variant = model.cfg.attention_variant
-    if variant is not None and variant.why_no_kv_bias is not None:
-        raise KVLensError(f"convert_prompt: a prompt of this model has no KV bias: {variant.why_no_kv_bias}")
+    if model.cfg.why_no_kv_bias is not None:
+        raise KVLensError(f"convert_prompt: a prompt of this model has no KV bias: {model.cfg.why_no_kv_bias}")
     if model.cfg.attention_dir != "causal":
         raise KVLensError(
             "convert_prompt: with bidirectional attention the prompt's own keys depend on the text after it, so no single "

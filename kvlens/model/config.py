@@ -202,6 +202,11 @@ class HookedKVTransformerConfig(_Given):
         return self.attention == "linear" or self.kv_shift is not None or negatives
 
     @property
+    def why_no_kv_bias(self) -> str | None:
+        """Why a prompt of a model like this has no KV bias; None if it has one."""
+        return None if self.attention_variant is None else self.attention_variant.why_no_kv_bias
+
+    @property
     def rotates_after(self) -> bool:
         """Whether RoPE follows the feature map: a converted prompt is then rebased to position 0."""
         return self.attention == "linear" and self.rotary_placement == "after"

@@ -80,8 +80,7 @@ def _has_a_state(cfg: Any) -> bool:
     """Whether a state of fixed size carries the attention from segment to segment as fast as in a whole pass."""
     if cfg.attention != "linear" or cfg.linear_attention_form == "parallel":
         return False
-    variant = cfg.attention_variant
-    return variant is None or variant.why_no_kv_bias is None  # ridge attention after a state would run token by token
+    return cfg.why_no_kv_bias is None  # ridge attention after a state would run token by token
 
 
 def has_hooks(model: torch.nn.Module) -> bool:

@@ -338,9 +338,8 @@ class HookedKVTransformer(LoadsAndSaves):
             KVLensError: the bias belongs to another model (the error names the field that differs), a number in it is not
                 finite, or another thread is using the model.
         """
-        variant = self.cfg.attention_variant
-        if variant is not None and variant.why_no_kv_bias is not None:
-            raise KVLensError(f"attach_kv_bias: this model's attention cannot use a KV bias: {variant.why_no_kv_bias}")
+        if self.cfg.why_no_kv_bias is not None:
+            raise KVLensError(f"attach_kv_bias: this model's attention cannot use a KV bias: {self.cfg.why_no_kv_bias}")
         bias.fingerprint.check(self.fingerprint(), "attach_kv_bias")
         bias.check_finite("attach_kv_bias")
         check_room(self.cfg, bias)

@@ -218,24 +218,25 @@ def heat_figure(table: pd.DataFrame, value: str, name: str, *, without_zero: boo
 def draw_heat_map(ax: Any, table: pd.DataFrame, value: str, name: str, *, without_zero: bool = False) -> Any:
     """Draw the map into given axes, and return them."""
     grid = head_grid(table, value)
-    low, top = scale_of(grid.to_numpy().flat, without_zero=without_zero)
+    values = grid.to_numpy()
+    low, top = scale_of(values.flat, without_zero=without_zero)
     top = top if top > low else low + 1.0
     signed = not without_zero and bool((grid < 0).any(axis=None))
     lowest = -top if signed else low
     colors = diverging_map() if signed else _upper_half(diverging_map())
     image = ax.imshow(grid, cmap=colors, vmin=lowest, vmax=top, aspect="auto")
     ax.set(xlabel="head", ylabel="layer", title=name)
-    ax.figure.colorbar(image, ax=ax, label=value, extend=beyond(grid.to_numpy().flat, lowest, top))
+    ax.figure.colorbar(image, ax=ax, label=value, extend=beyond(values.flat, lowest, top))
     room = ax.get_window_extent()
     wide, high = (72 / ax.figure.dpi * side / n for side, n in zip((room.width, room.height), grid.shape[::-1], strict=True))
     for axis, names, side in ((ax.xaxis, grid.columns, wide), (ax.yaxis, grid.index, high)):
         every = math.ceil(TICK_POINTS / side)
         axis.set_ticks(range(0, len(names), every), [str(each) for each in names[::every]])
-    texts = [number(entry, max(abs(low), abs(top))) for entry in grid.to_numpy().flat]
+    texts = [number(entry, max(abs(low), abs(top))) for entry in values.flat]
     size = min(LARGEST_POINTS, wide / (0.6 * max(map(len, texts))), 0.8 * high)
     if grid.shape[1] <= MAX_NUMBERED and size >= SMALLEST_POINTS:
-        for (row, column), text in zip(np.ndindex(grid.shape), texts, strict=True):
-            color = "white" if abs(grid.to_numpy()[row, column] - low) > 0.55 * (top - low) else "black"
+        for ((row, column), entry), text in zip(np.ndenumerate(values), texts, strict=True):
+            color = "white" if abs(entry - low) > 0.55 * (top - low) else "black"
             ax.text(column, row, text, ha="center", va="center", fontsize=size, color=color)
     return ax
 

@@ -111,7 +111,7 @@ def coefficients(attn: Any, head: int) -> tuple[list[float], list[float]]:
 def untrained(curves: pd.DataFrame, settings: Settings) -> dict[Any, str | None]:
     """Say by model why the runs have not learned it; or None."""
     goal = Goal(make_task("induction", **settings["task"]).chance, best=1.0, share=0.9, y="accuracy")
-    return {label: goal.why_not_learned(own, f"{label}") for label, own in of_heldout(curves).groupby("model")}
+    return {label: goal.why_not_learned(own, str(label)) for label, own in of_heldout(curves).groupby("model")}
 
 
 def compare(heads: pd.DataFrame, why: dict[Any, str | None]) -> Iterator[Comparison]:
