@@ -1,7 +1,7 @@
 """``kvlens app``: a prompt that can be played with, in a browser on the machine where the command runs.
 
 A visitor chooses a model, pastes documents and asks. The answer comes token by token, then with its sources. Every part of the
-prompt has a switch: what is said without those that are off is a run of the same :class:`~kvlens.explanation.steps.Explaining`,
+prompt has a switch: what is said without those that are off is a run of the same :class:`~kvlens.explanation.steps.Steps`,
 as are the layers of a claim that is chosen; its runs and beginnings of the prompt are kept. What is shown is
 :func:`kvlens.explanation.explanation_view`, and sentences of rows of ``statements``.
 
@@ -39,7 +39,7 @@ from kvlens.checks import ensure
 from kvlens.errors import KVLensError, brief, first_line
 from kvlens.explanation import Explained, explanation_view
 from kvlens.explanation.presentation import switched_in_words
-from kvlens.explanation.steps import Explaining
+from kvlens.explanation.steps import Steps
 from kvlens.model import KVModel
 from kvlens.viz._text import html_text
 from kvlens.viz.page import document
@@ -94,7 +94,7 @@ class Played:
 
     def __init__(self, run: PageRun, model: KVModel, prompt: Chat | str, text: str | None) -> None:
         self.run, self.name = run, secrets.token_urlsafe(16)
-        self.explaining = Explaining.reading(
+        self.explaining = Steps.reading(
             model,
             prompt,
             text,

@@ -202,7 +202,7 @@ def test_a_model_that_cannot_be_loaded_is_a_clear_line_and_nothing_is_lost(opene
 
 
 def test_what_fails_inside_is_a_line_and_the_server_goes_on(opened, monkeypatch, capsys):
-    monkeypatch.setattr(app_module.Explaining, "explained", lambda explaining: 1 / 0)
+    monkeypatch.setattr(app_module.Steps, "explained", lambda explaining: 1 / 0)
     assert opened.ask() == {"error": "it failed: ZeroDivisionError: division by zero"}
     assert "Traceback" in capsys.readouterr().err
     monkeypatch.undo()

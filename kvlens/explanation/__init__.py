@@ -24,15 +24,16 @@ Many prompts: which layers and heads read a fact (:mod:`~kvlens.explanation.read
 the prompt or from memory (:mod:`~kvlens.explanation.from_memory`).
 """
 
-from kvlens.explanation.explained import Explained
+from kvlens.explanation.explained import Findings
 from kvlens.explanation.from_memory import StatedFact, context_or_memory
 from kvlens.explanation.page import explanation_page
 from kvlens.explanation.presentation import paragraphs
 from kvlens.explanation.steps import explain
-from kvlens.explanation.view import explanation_view, in_words
+from kvlens.explanation.view import Explained, explanation_view, in_words
 
 __all__ = [
     "Explained",
+    "Findings",
     "StatedFact",
     "context_or_memory",
     "explain",

@@ -17,10 +17,12 @@
 import itertools
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TypeVar
 
 from kvlens.arguments import Positions
 from kvlens.explanation.claims import GONE, Claim, may_be_lost
+from kvlens.explanation.explaining import Explaining
+from kvlens.explanation.heading import expected_claim
 from kvlens.explanation.runs import MORE_TOKENS, PASS, IndexSet, Outcome
 
 MANY = 6
@@ -37,6 +39,7 @@ AT_ONCE = 2
 """So many sets are tried before the next ones."""
 MOST_ORDERED = 12
 """So many units at most are kept alone."""
+Removed = TypeVar("Removed", int, IndexSet)
 
 
 class UnitSearch:
@@ -50,7 +53,7 @@ class UnitSearch:
         together: what is said without units that were removed together, where nothing changes.
     """
 
-    def __init__(self, explaining: Any) -> None:
+    def __init__(self, explaining: Explaining) -> None:
         self.explaining, self.runs = explaining, explaining.runs
         self.everything = frozenset(range(len(explaining.units)))
         self.each: dict[int, Outcome] = {}
@@ -73,6 +76,7 @@ class UnitSearch:
         with self.runs.texts_together():
             nothing, *_ = self.runs.without([self.everything, *([unit] for unit in few)])
             self.explaining.find_claims(nothing)
+            self.explaining.expected = expected_claim(self.explaining)
             chosen = few or self._screened()
             self._remove(chosen)
             self._follow(nothing)
@@ -86,8 +90,8 @@ class UnitSearch:
     # --- the screen ---------------------------------------------------------------------------------------------------
 
     @cached_property
-    def hidden(self) -> list[Any]:
-        """What becomes of the response with each unit hidden from it: outcomes."""
+    def hidden(self) -> list[Outcome]:
+        """What becomes of the response with each unit hidden from it."""
         return [*self.runs.hidden([[unit] for unit in sorted(self.everything)])]
 
     def _screened(self) -> list[int]:
@@ -141,12 +145,11 @@ class UnitSearch:
 
     def _without(self, sets: Sequence[IndexSet]) -> list[Outcome]:
         """What is said without sets; as a text where that decides about any claim."""
-        found: list[Outcome] = self.runs.without(
+        return self.runs.without(
             sets, wants_text=lambda now: any(self._may_lose(i, {0: now}) for i in range(len(self.explaining.claims)))
         )
-        return found
 
-    def _may_lose(self, number: int, outcomes: dict[Any, Outcome]) -> list[Any]:
+    def _may_lose(self, number: int, outcomes: dict[Removed, Outcome]) -> list[Removed]:
         """What may lose a claim, so that the text that is said instead decides."""
         claim = self.explaining.claims[number]
         return [key for key, now in outcomes.items() if may_be_lost(claim, self.fall(number, now), now.firm)]
@@ -196,7 +199,7 @@ class UnitSearch:
     def _closed(self, number: int, members: Iterable[int], kept: Outcome) -> bool:
         """Whether a set that loses the claim with its gap kept does so with its gap closed."""
         now = self.runs.without([members], "closed")[0]
-        lost = bool(self.explaining.lost(number, now))
+        lost = self.explaining.lost(number, now)
         self.add(number, now, "breaking" if lost else "each", members, gap="closed")
         if lost:
             self.add(number, kept, "breaking", members)
@@ -233,7 +236,7 @@ class UnitSearch:
         only = self.runs.without([self.everything - {unit} for unit in units], wants_text=lambda now: False)
         return self._by_strength(number, units, gone, only)
 
-    def _by_strength(self, number: int, units: Sequence[int], gone: Sequence[Any], only: Sequence[Any]) -> list[int]:
+    def _by_strength(self, number: int, units: Sequence[int], gone: Sequence[Outcome], only: Sequence[Outcome]) -> list[int]:
         strength = [self.fall(number, a) - self.fall(number, b) for a, b in zip(gone, only, strict=True)]
         return [unit for _, unit in sorted(zip(strength, units, strict=True), key=lambda pair: -pair[0])]
 
@@ -253,7 +256,9 @@ class UnitSearch:
         return None
 
     def fall(self, number: int, now: Outcome) -> float:
-        return float(self.explaining.fall(self.explaining.claims[number], now))
+        return self.explaining.fall(self.explaining.claims[number], now)
 
-    def add(self, number: int, now: Outcome, role: str, members: Iterable[int], **named: Any) -> None:
-        self.explaining.add(number, now, "units", role, sorted(members), **named)
+    def add(
+        self, number: int, now: Outcome, role: str, members: Iterable[int], *, others: bool = False, gap: Positions = "kept"
+    ) -> None:
+        self.explaining.add(number, now, "units", role, sorted(members), others=others, gap=gap)

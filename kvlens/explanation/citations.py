@@ -14,13 +14,14 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 
 from kvlens.analyses.declaration import Columns
 from kvlens.arguments import Span
-from kvlens.explanation.claims import NOT_REACHED, SAID, claim_of, is_content, normal, places_of_words
+from kvlens.explanation.claims import NOT_REACHED, SAID, claim_of, needs_account, normal, places_of_words
+from kvlens.explanation.explaining import DocumentSpan, Explaining
 from kvlens.texts import WORD, Word
 from kvlens.units import Layout, Unit, spans_of
 
@@ -58,19 +59,6 @@ FOLLOWS_FROM = "follows from "
 """What stands there before the numbers of what a word follows from; where it follows from no source, ``follows`` alone."""
 ENDS_OF_RUNS = frozenset(".!?\n\u3002\uff01\uff1f")
 """Words on both sides of these have a mark each."""
-
-
-class DocumentSpan(NamedTuple):
-    """Characters of a document: what a unit is of.
-
-    Attributes:
-        document: its name.
-        start, stop: without white space around it.
-    """
-
-    document: str
-    start: int
-    stop: int
 
 
 def documents_of(layout: Layout, units: Sequence[Unit], given: object = None) -> tuple[dict[str, str], list[DocumentSpan]]:
@@ -122,10 +110,10 @@ class FallOfWords(NamedTuple):
 
     verdict: str
     nats: float
-    says: str = ""
+    says: str | None = ""
 
 
-def citations_of(explaining: Any) -> pd.DataFrame:
+def citations_of(explaining: Explaining) -> pd.DataFrame:
     """The rows of `CITATION_COLUMNS`, in the response's order."""
     response, places = explaining.response, places_of_words(explaining.response)
     numbers: dict[int, int] = {}
@@ -141,7 +129,7 @@ def citations_of(explaining: Any) -> pd.DataFrame:
     return CITATION_COLUMNS.frame({name: [row[i] for row in rows] for i, name in enumerate(CITATION_COLUMNS)})
 
 
-def _accounts(explaining: Any) -> Iterator[AccountedSpan]:
+def _accounts(explaining: Explaining) -> Iterator[AccountedSpan]:
     """A span for each claim that has sources, and for each other content word."""
     words, claims = explaining.response.words, explaining.claims
     sources = [_sources(explaining, number) for number in range(len(claims))]
@@ -167,14 +155,14 @@ def _accounts(explaining: Any) -> Iterator[AccountedSpan]:
                 cited = []
 
 
-def _sources(explaining: Any, number: int) -> list[tuple[int, ...]]:
+def _sources(explaining: Explaining, number: int) -> list[tuple[int, ...]]:
     """The units that lose a claim alone; where there are none, the set that does."""
     lost = list(_lost_without(explaining, number))
     return [units for units in lost if len(units) == 1] or lost[:1]
 
 
 def _without_source(
-    explaining: Any, i: int, sources: Sequence[list[tuple[int, ...]]], cited: Iterable[tuple[int, ...]]
+    explaining: Explaining, i: int, sources: Sequence[list[tuple[int, ...]]], cited: Iterable[tuple[int, ...]]
 ) -> AccountedSpan:
     """The account of a word that is in no claim with sources.
 
@@ -197,39 +185,26 @@ def _without_source(
     return AccountedSpan(-1, i, i, SAID_ANYWAY if verdict in SAID else UNFOUND)
 
 
-def _is_said_without(explaining: Any, unit: int, word: Word) -> bool:
+def _is_said_without(explaining: Explaining, unit: int, word: Word) -> bool:
     """Whether a text has a word that was said without a unit which loses a claim, its gap kept or closed."""
-    texts = [row["says"] for row in explaining.rows if (row["role"], row["parts"]) == ("breaking", str(unit))]
+    texts = [row.says or "" for row in explaining.rows if (row.role, row.parts) == ("breaking", str(unit))]
     if word.language == "zh":  # another text may have it in other tokens
         return any(word.text in text for text in texts)
     return any(normal(word.text) in map(normal, WORD.findall(text)) for text in texts)
 
 
-def needs_account(word: Word, text: str, start: int, stop: int) -> bool:
-    """Whether it is a content word, but not the number of a line in a list (``2. candles``); or a "no" that begins the answer.
-
-    Args:
-        word: of a response.
-        text: the response.
-        start, stop: the word's characters there.
-    """
-    line = text[text.rfind("\n", 0, start) + 1 : start]
-    is_number = text[start:stop].isdigit() and not line.strip() and text[stop : stop + 1] in (".", ")")
-    return (is_content(word) and not is_number) or (not text[:start].strip() and normal(word.text) == "no")
-
-
-def _without_any(explaining: Any, first: int, last: int) -> FallOfWords:
+def _without_any(explaining: Explaining, first: int, last: int) -> FallOfWords:
     """The verdict on words of the response when no unit is left."""
     claim = claim_of(explaining.response, first, last + 1, 0.0, explaining.question)
     return FallOfWords(*explaining.of(claim, explaining.nothing)[:2])
 
 
-def _lost_without(explaining: Any, number: int) -> dict[tuple[int, ...], FallOfWords]:
+def _lost_without(explaining: Explaining, number: int) -> dict[tuple[int, ...], FallOfWords]:
     """The units, or sets of these, without which a claim is lost with the gap kept and closed."""
     return {
-        tuple(map(int, row["parts"].split("+"))): FallOfWords(row["verdict"], row["nats"], row["says"])
+        tuple(map(int, row.parts.split("+"))): FallOfWords(row.verdict, row.nats, row.says)
         for row in explaining.rows
-        if (row["claim"], row["about"], row["role"], row["gap"]) == (number, "units", "breaking", "kept")
+        if (row.claim, row.about, row.role, row.gap) == (number, "units", "breaking", "kept")
     }
 
 

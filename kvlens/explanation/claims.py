@@ -74,6 +74,19 @@ def is_content(word: Word) -> bool:
 WITHOUT_CONTENT = {language: frozenset(map(normal, words)) for language, words in FUNCTION_WORDS.items()}
 
 
+def needs_account(word: Word, text: str, start: int, stop: int) -> bool:
+    """Whether it is a content word, but not the number of a line in a list (``2. candles``); or a "no" that begins the answer.
+
+    Args:
+        word: of a response.
+        text: the response.
+        start, stop: the word's characters there.
+    """
+    line = text[text.rfind("\n", 0, start) + 1 : start]
+    is_number = text[start:stop].isdigit() and not line.strip() and text[stop : stop + 1] in (".", ")")
+    return (is_content(word) and not is_number) or (not text[:start].strip() and normal(word.text) == "no")
+
+
 def content_words(words: Iterable[Word], asked: Collection[str] = ()) -> tuple[str, ...]:
     """The content words among words and marks, as :func:`normal` writes them, each once; those in ``asked`` are left out.
 

@@ -18,7 +18,7 @@ of :mod:`kvlens.analyses.bias.exchange`. Exchanged is everything before the resp
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Generic, TypeVar
 
 import pandas as pd
 from jaxtyping import Bool
@@ -37,6 +37,7 @@ from kvlens.analyses.bias.exchange import (
     in_one_space,
 )
 from kvlens.explanation.claims import may_be_lost
+from kvlens.explanation.explaining import QUESTION_PLACE, Explaining, Place
 from kvlens.explanation.runs import IndexSet, Outcome
 from kvlens.texts import token_texts
 from kvlens.units import Layout, pieces_of_tokens
@@ -44,9 +45,7 @@ from kvlens.units import Layout, pieces_of_tokens
 MOST_PAIRED, MOST_LAYERS = 5, 8
 """How many of the strongest layers are exchanged in pairs, and how many at most in a set."""
 AT_ONCE = 3
-Place = tuple[str, int] | None
-"""What a position belongs to: a message or document, the question, or what follows it; None for marks in front."""
-QUESTION_PLACE, BEHIND = ("question", -1), ("behind", -1)
+BEHIND = ("behind", -1)
 POSITION_GROUPS = {
     "cause": "the cause's own words",
     "document": "the rest of its document or message",
@@ -55,6 +54,8 @@ POSITION_GROUPS = {
     "end": "the marks behind the question",
 }
 """The groups of positions, in the prompt's order, and what they are called."""
+Name = TypeVar("Name", bound=int | str)
+"""Of a layer, of a head by its code, or of a group of positions."""
 
 
 def places_of(layout: Layout, n_tokens: int) -> list[Place]:
@@ -92,7 +93,7 @@ def position_groups(own: Bool[Tensor, " pos"], places: Sequence[Place]) -> dict[
     return {name: positions for name, positions in found.items() if positions}
 
 
-def exchange_layers(explaining: Any, number: int, cause: tuple[int, ...]) -> int:
+def exchange_layers(explaining: Explaining, number: int, cause: tuple[int, ...]) -> int:
     """Add the statements on a claim's layers; returns how many layers there are.
 
     Args:
@@ -115,7 +116,7 @@ def exchange_layers(explaining: Any, number: int, cause: tuple[int, ...]) -> int
     return n_layers
 
 
-def _exchange_heads(explaining: Any, number: int, cause: tuple[int, ...], donor: KVBias, layers: Sequence[int]) -> None:
+def _exchange_heads(explaining: Explaining, number: int, cause: tuple[int, ...], donor: KVBias, layers: Sequence[int]) -> None:
     """Exchange each key-value group and each head of some layers."""
     bias = explaining.runs.bias
     exchange = HeadExchange(*in_one_space(bias, donor))
@@ -130,7 +131,7 @@ def _exchange_heads(explaining: Any, number: int, cause: tuple[int, ...], donor:
     search.add("each", [(code,) for code in members], found[len(shared_keys) :])
 
 
-def exchange_positions(explaining: Any, number: int, cause: tuple[int, ...], places: Sequence[Place]) -> pd.DataFrame:
+def exchange_positions(explaining: Explaining, number: int, cause: tuple[int, ...], places: Sequence[Place]) -> pd.DataFrame:
     """Add the statements on a claim's positions; returns the positions of each group.
 
     Args:
@@ -154,7 +155,7 @@ def exchange_positions(explaining: Any, number: int, cause: tuple[int, ...], pla
     return pd.DataFrame(rows, columns=["group", "position", "token"])
 
 
-class _Search:
+class _Search(Generic[Name]):
     """Sets of layers, of heads or of groups of positions exchanged, for one claim.
 
     Args:
@@ -168,40 +169,39 @@ class _Search:
 
     def __init__(
         self,
-        explaining: Any,
+        explaining: Explaining,
         number: int,
         kind: str,
         exchange: Exchange,
-        members: Mapping[Any, Sequence[int]],
+        members: Mapping[Name, Sequence[int]],
         cause: tuple[int, ...],
     ) -> None:
         self.explaining, self.number, self.kind, self.exchange, self.members = explaining, number, kind, exchange, members
         self.claim, self.removed = explaining.claims[number], "+".join(map(str, cause))
 
     def fall(self, now: Outcome) -> float:
-        return float(self.explaining.fall(self.claim, now))
+        return self.explaining.fall(self.claim, now)
 
     def may_be_lost(self, now: Outcome) -> bool:
         return may_be_lost(self.claim, self.fall(now), now.firm)
 
-    def all_but(self, names: Iterable[Any]) -> set[Any]:
+    def all_but(self, names: Iterable[Name]) -> set[Name]:
         return set(self.members) - set(names)
 
-    def read(self, sets: Iterable[Iterable[Any]], wants_text: Callable[[Outcome], bool] = lambda now: True) -> list[Outcome]:
+    def read(self, sets: Iterable[Iterable[Name]], wants_text: Callable[[Outcome], bool] = lambda now: True) -> list[Outcome]:
         """What the model says with each set exchanged; texts only where ``wants_text`` says that they are worth it."""
         parts = [[part for name in names for part in self.members[name]] for names in sets]
-        found: list[Outcome] = self.explaining.runs.exchanged(self.exchange, parts, wants_text)
-        return found
+        return self.explaining.runs.exchanged(self.exchange, parts, wants_text)
 
     def run(
-        self, role: str, sets: Sequence[tuple[Any, ...]], wants_text: Callable[[Outcome], bool], others: bool = False
+        self, role: str, sets: Sequence[tuple[Name, ...]], wants_text: Callable[[Outcome], bool], others: bool = False
     ) -> list[Outcome]:
         """Exchange each set, or everything but it, and add the statements."""
         found = self.read([self.all_but(each) if others else each for each in sets], wants_text)
         self.add(role, sets, found, others)
         return found
 
-    def add(self, role: str, sets: Iterable[Iterable[Any]], found: Sequence[Outcome], others: bool = False) -> None:
+    def add(self, role: str, sets: Iterable[Iterable[Name]], found: Sequence[Outcome], others: bool = False) -> None:
         for each, now in zip(sets, found, strict=True):
             self.explaining.add(self.number, now, self.kind, role, each, others=others, removed=self.removed)
 
@@ -219,7 +219,7 @@ class _Search:
                 return
 
 
-class _LayerRanges(_Search):
+class _LayerRanges(_Search[int]):
     """Finds the smallest ranges of layers that lose a claim, by halving, and those that keep it alone."""
 
     def find(self) -> None:
@@ -283,7 +283,7 @@ def _halves(layers: IndexSet) -> list[IndexSet]:
     return [layers[:half], layers[half:]] if half else []
 
 
-class _Layers(_Search):
+class _Layers(_Search[int]):
     """Finds which layers lose a claim when they read the other prompt, and which keep it when they alone read this one."""
 
     def begin(self) -> None:

@@ -3,7 +3,7 @@
 import json
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import pandas as pd
 from jaxtyping import Int
@@ -11,11 +11,10 @@ from torch import Tensor
 
 from kvlens.analyses.declaration import TABLE_WIDTH, Columns
 from kvlens.explanation.by_unit import UnitSearch
-from kvlens.explanation.citations import CITATION_COLUMNS, SENTENCE_COLUMNS, by_sentence, citations_of, marked, needs_account
-from kvlens.explanation.claims import NOT_KNOWN, places_of_words
-from kvlens.explanation.presentation import SEPARATOR
+from kvlens.explanation.citations import CITATION_COLUMNS, SENTENCE_COLUMNS, by_sentence, citations_of, marked
+from kvlens.explanation.claims import NOT_KNOWN, needs_account, places_of_words
+from kvlens.explanation.explaining import SEPARATOR, Explaining
 from kvlens.explanation.runs import Outcome
-from kvlens.explanation.view import explanation_view, in_words
 
 CLAIM_COLUMNS = Columns(
     claim=("int64", "from 0, in the response's order"),
@@ -111,7 +110,7 @@ TABLES = {
 """The tables of an explanation."""
 
 
-def listing_tables(made: type["Explained"]) -> type["Explained"]:
+def listing_tables(made: type["Findings"]) -> type["Findings"]:
     """Decorator that lists the columns of all tables at the end of the class' docstring."""
     lines = [made.__doc__ or ""]
     for name, columns in TABLES.items():
@@ -122,8 +121,8 @@ def listing_tables(made: type["Explained"]) -> type["Explained"]:
 
 @listing_tables
 @dataclass(frozen=True)
-class Explained:
-    """What :func:`explain` found.
+class Findings:
+    """What :func:`kvlens.explain` found.
 
     Attributes:
         always_there: what is in no unit, so that no run is without it, in words: the question, BOS, ...
@@ -224,26 +223,23 @@ class Explained:
             indent=1,
         )
 
-    def __str__(self) -> str:
-        return in_words(self)
 
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return explanation_view(self)._repr_html_()
+_Made = TypeVar("_Made", bound=Findings)
 
 
 def found_by(
-    explaining: Any,
+    made: type[_Made],
+    explaining: Explaining,
     search: UnitSearch,
     heading: int,
     causes: list[tuple[int, ...]],
     n_layers: int,
     positions: pd.DataFrame,
-) -> Explained:
+) -> _Made:
     """The tables of an explanation whose steps were taken.
 
     Args:
+        made: the class of what is returned.
         explaining: the explanation.
         search: the removals of its units.
         heading: the number of the claim that heads the page.
@@ -252,7 +248,7 @@ def found_by(
         positions: of each group that was exchanged.
     """
     statements, citations = pd.DataFrame(explaining.rows), citations_of(explaining)
-    return Explained(
+    return made(
         always_there=explaining.read.always_there,
         question=explaining.read.question,
         tokens=explaining.prompt,
@@ -278,7 +274,7 @@ def found_by(
     )
 
 
-def _table_of_claims(explaining: Any, causes: list[tuple[int, ...]]) -> pd.DataFrame:
+def _table_of_claims(explaining: Explaining, causes: list[tuple[int, ...]]) -> pd.DataFrame:
     return CLAIM_COLUMNS.frame(
         {
             "claim": range(len(explaining.claims)),
@@ -293,7 +289,7 @@ def _table_of_claims(explaining: Any, causes: list[tuple[int, ...]]) -> pd.DataF
     )
 
 
-def _table_of_units(explaining: Any, search: UnitSearch, heading: int, cause: tuple[int, ...]) -> pd.DataFrame:
+def _table_of_units(explaining: Explaining, search: UnitSearch, heading: int, cause: tuple[int, ...]) -> pd.DataFrame:
     claim, units, each = explaining.claims[heading], range(len(explaining.units)), search.each
     group_of = {unit: group for group in search.together for unit in group}
     nearest_run = {unit: each.get(unit) or search.together.get(group_of.get(unit, ())) for unit in units}
@@ -318,7 +314,7 @@ def _table_of_units(explaining: Any, search: UnitSearch, heading: int, cause: tu
     )
 
 
-def _table_of_effects(explaining: Any, each: dict[int, Outcome]) -> pd.DataFrame:
+def _table_of_effects(explaining: Explaining, each: dict[int, Outcome]) -> pd.DataFrame:
     words = explaining.response.words
     missing = [math.nan] * len(words)
     return EFFECT_COLUMNS.frame(
@@ -335,7 +331,7 @@ def _table_of_effects(explaining: Any, each: dict[int, Outcome]) -> pd.DataFrame
     )
 
 
-def _table_of_words(explaining: Any, citations: pd.DataFrame) -> pd.DataFrame:
+def _table_of_words(explaining: Explaining, citations: pd.DataFrame) -> pd.DataFrame:
     words, places = explaining.response.words, places_of_words(explaining.response)
     spans = list(zip(citations["response_start"], citations["response_stop"], citations["account"], strict=True))
     accounts = [
@@ -359,7 +355,7 @@ def _table_of_words(explaining: Any, citations: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def _table_of_cost(explaining: Any) -> pd.DataFrame:
+def _table_of_cost(explaining: Explaining) -> pd.DataFrame:
     spent = explaining.runs.spent
     passes, tokens = ([each[i] for each in spent.values()] for i in (0, 1))
     return COST_COLUMNS.frame({"step": list(spent), "passes": passes, "tokens": tokens})

@@ -6,16 +6,61 @@ explanation. Candidates are the claims and, since what answers the question may 
 content words with a name or a number, none of them the question's, that the model says without any unit, too.
 """
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kvlens.explanation.citations import needs_account
-from kvlens.explanation.claims import DEPENDS, SAID, Claim, claims_of, normal, places_of_words
+from kvlens import KVLensError
+from kvlens.errors import nearest
+from kvlens.explanation.claims import DEPENDS, SAID, Claim, claim_of, claims_of, needs_account, normal, places_of_words
+from kvlens.explanation.explaining import Explaining
 
 
-def candidates_of(explaining: Any) -> list[Claim]:
+def expected_claim(explaining: Explaining) -> int:
+    """The number of the claim that will head the page, unless words that depend on no unit do."""
+    claims, wanted = explaining.claims, explaining.wanted
+    if wanted is not None:
+        return next((i for i, claim in enumerate(claims) if wanted.casefold() in claim.text.casefold()), -1)
+    if len(claims) > 1 and bool(explaining.runs.asked.any()):
+        return _answering(explaining, claims)
+    return max(range(len(claims)), key=lambda i: claims[i].nats)
+
+
+def _answering(explaining: Explaining, claims: Sequence[Claim]) -> int:
+    """The number of that which answers the question; those that have no score yet are scored."""
+    if new := [claim for claim in claims if claim[1:3] not in explaining.asked]:
+        with explaining.runs.step("head"):
+            explaining.asked |= zip((claim[1:3] for claim in new), asked_for(explaining, new), strict=True)
+    return max(range(len(claims)), key=lambda i: explaining.asked[claims[i][1:3]])
+
+
+def heading_claim(explaining: Explaining) -> int:
+    """The number of the claim that heads the page: that of ``about``, or that which answers the question; it may be new."""
+    if explaining.wanted is not None:
+        return _named(explaining, explaining.wanted) if explaining.expected < 0 else explaining.expected
+    candidates = [] if explaining.is_whole or not bool(explaining.runs.asked.any()) else candidates_of(explaining)
+    if len(candidates) < 2:
+        return explaining.expected
+    best = _answering(explaining, candidates)
+    return best if best < len(explaining.claims) else explaining.with_claim(candidates[best])
+
+
+def _named(explaining: Explaining, about: str) -> int:
+    """A claim that the user names, of words of the response."""
+    names = [word.text.casefold() for word in explaining.response.words]
+    wanted = [word.casefold() for word in about.split()]
+    for start in range(len(names)):
+        stop = start + len(wanted)
+        if names[start:stop] == wanted:
+            words = explaining.response.words[start:stop]
+            nats = float(explaining.nothing.falls[words[0].start : words[-1].stop].sum())
+            return explaining.with_claim(claim_of(explaining.response, start, stop, nats, explaining.question))
+    said = [word.text for word in explaining.response.words if word.is_word]
+    raise KVLensError(f"about: the response has no {about!r}{nearest(about, said)}. It is: {explaining.response.text!r}")
+
+
+def candidates_of(explaining: Explaining) -> list[Claim]:
     """The claims, then the other runs of content words with a name or a number that are said without any unit, too."""
     response, claims = explaining.response, explaining.claims
     places = places_of_words(response)
@@ -36,13 +81,13 @@ def _is_sign_of_a_name(letter: str) -> bool:
     return letter.isupper() or letter.isdigit()
 
 
-def asked_for(explaining: Any, candidates: list[Claim]) -> list[float]:
+def asked_for(explaining: Explaining, candidates: list[Claim]) -> list[float]:
     """The mean log-probability of each candidate's tokens, as the whole response, in nats."""
     texts = [_tokens(explaining, each) for each in candidates]
     return [log_p / len(text) for log_p, text in zip(explaining.runs.replies(texts), texts, strict=True)]
 
 
-def _tokens(explaining: Any, claim: Claim) -> Tensor:
+def _tokens(explaining: Explaining, claim: Claim) -> Tensor:
     """A claim as it would stand at the beginning of a response."""
     tokenizer, tokens = explaining.model.tokenizer, explaining.response.tokens
     if tokenizer is not None and not explaining.is_continuation and claim.start > 0:

@@ -13,7 +13,6 @@ from datetime import UTC, datetime
 from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
@@ -37,9 +36,8 @@ from kvlens.analyses.readings import Readings, read_text
 from kvlens.analyses.segments import heads_of_model, telling
 from kvlens.arguments import USUAL_SECTIONS, SectionName
 from kvlens.checks import checked, ensure
-from kvlens.explanation.explained import Explained
 from kvlens.explanation.presentation import quoted
-from kvlens.explanation.view import explanation_view
+from kvlens.explanation.view import Explained, explanation_view
 from kvlens.model import heads_per_layer
 from kvlens.viz import (
     Page,
@@ -115,7 +113,7 @@ def explanation_page(
     return page.footer(f"Made {now} with {packages} and Python {platform.python_version()}.")
 
 
-def model_in_words(model: Any, name: str | None) -> str:
+def model_in_words(model: KVModel, name: str | None) -> str:
     """The model's name, without the folder that it was read from, as pages are shared; and its size."""
     path = Path(name or str(model.cfg.model_name)).expanduser()
     name = path.name if path.is_absolute() or path.exists() else str(path)
@@ -132,10 +130,10 @@ def run_in_words(found: Explained) -> str:
     return f"Prompt: {len(found.tokens):,} tokens, {parts}. Answer: {n} token{'s' if n > 1 else ''}. Explained in {passes}."
 
 
-def n_parameters(model: Any) -> int:
+def n_parameters(model: KVModel) -> int:
     """The model's parameters; an unembedding that is the embedding in its checkpoint counts once, though we hold it twice."""
-    twice = isinstance(model, HookedKVTransformer) and model.cfg.tie_word_embeddings
-    return sum(p.numel() for p in model.parameters()) - (model.W_U.numel() if twice else 0)
+    twice = model.W_U.numel() if isinstance(model, HookedKVTransformer) and model.cfg.tie_word_embeddings else 0
+    return sum(p.numel() for p in model.parameters()) - twice
 
 
 class _Measured:

@@ -9,6 +9,8 @@ import pandas as pd
 
 from kvlens.explanation.claims import FIRM, GONE, LOST, NEAR_TIES, NOT_KNOWN, OTHER_WORDS, PARTLY, SAME
 from kvlens.explanation.exchanges import POSITION_GROUPS
+from kvlens.explanation.explained import Findings
+from kvlens.explanation.explaining import SEPARATOR
 
 LONGEST_UNIT, LONGEST_SAID = 160, 240
 MEANINGS = (
@@ -38,8 +40,6 @@ MOST_NAMED, MOST_LISTED = 3, 6
 """How many of the units or layers that lose a claim alone are described, and how many names stand in a list."""
 READABLE = 1e-5
 """The smallest probability that is written as a percentage, 0.001 %."""
-SEPARATOR = "+"
-"""What stands between the members of a set."""
 
 
 class PrintedSentence(NamedTuple):
@@ -54,7 +54,7 @@ class PrintedSentence(NamedTuple):
     rows: tuple[int, ...]
 
 
-def paragraphs(found: Any) -> list[list[PrintedSentence]]:
+def paragraphs(found: Findings) -> list[list[PrintedSentence]]:
     """The sentences on the response and its claims, on the units, on the layers, and on positions."""
     units = [*_of_units(found), *_of_groups(found)]
     return [each for each in map(list, (_of_claims(found), units, _of_layers(found), _of_positions(found))) if each]
@@ -70,7 +70,7 @@ def answered(response: str, cut_after: int | None) -> str:
     return f"The model answers: {quoted(response, len(response))}{cut_off(cut_after)}"
 
 
-def kept_in_words(found: Any) -> str:
+def kept_in_words(found: Findings) -> str:
     """What no run of the explanation is without."""
     return f"Never removed: {listed(found.always_there)}."
 
@@ -149,7 +149,7 @@ def _ranges(numbers: Iterable[int]) -> str:
     return listed(each for run in runs for each in ([f"{run[0]} to {run[-1]}"] if len(run) > 2 else run))
 
 
-def unit_named(found: Any, number: int) -> str:
+def unit_named(found: Findings, number: int) -> str:
     """A unit by its name, with its text."""
     row = found.units.iloc[number]
     text = f" ({quoted(row.unit_text, LONGEST_UNIT)})" if row.unit_text.strip() != row["name"] else ""
@@ -179,7 +179,7 @@ def outcome(named: str, row: Any) -> str:
     return f"{instead}: it does not come to {named}, although that itself falls by only {max(row.nats, 0.0):.2g} nats"
 
 
-def switched_in_words(found: Any, units: Iterable[int]) -> list[PrintedSentence]:
+def switched_in_words(found: Findings, units: Iterable[int]) -> list[PrintedSentence]:
     """What is said without units that somebody left out, and what becomes of each claim: statements ``switched``."""
     members, table = sorted(units), found.statements
     runs = table[(table["role"] == "switched") & (table["parts"] == SEPARATOR.join(map(str, members)))]
@@ -199,13 +199,13 @@ def switched_in_words(found: Any, units: Iterable[int]) -> list[PrintedSentence]
     return said
 
 
-def _of_claims(found: Any) -> Iterator[PrintedSentence]:
+def _of_claims(found: Findings) -> Iterator[PrintedSentence]:
     nothing = found.rows("units", "none").iloc[0]
     row = int(nothing.name)
     instead = "the model gives the same answer" if nothing.verdict == SAME else None
     if nothing.verdict == NEAR_TIES:
         instead = "the model gives the same answer, but for near ties"
-    without = instead or f"the model says {quoted(found.without)}"
+    without = instead or f"the model says {quoted(found.without or '')}"
     n = len(found.units)
     gone = f"With all {n} parts of the prompt removed" if n > 1 else "With the prompt's one part removed"
     if found.is_whole:
@@ -226,7 +226,7 @@ def _of_claims(found: Any) -> Iterator[PrintedSentence]:
         yield PrintedSentence(f"Other words that fall: {named}.", tuple(map(int, rows)))
 
 
-def _of_units(found: Any) -> Iterator[PrintedSentence]:
+def _of_units(found: Findings) -> Iterator[PrintedSentence]:
     if not found.cause:
         yield from _no_cause(found)
         return
@@ -251,7 +251,7 @@ def _of_units(found: Any) -> Iterator[PrintedSentence]:
     yield from one_way
 
 
-def _of_groups(found: Any) -> Iterator[PrintedSentence]:
+def _of_groups(found: Findings) -> Iterator[PrintedSentence]:
     """The sentences on units that were not removed by themselves."""
     rows, names = found.rows("units", "group"), found.units["name"]
     for group, units in found.units[~found.units["alone"]].groupby("group", sort=False):
@@ -264,7 +264,7 @@ def _of_groups(found: Any) -> Iterator[PrintedSentence]:
         yield PrintedSentence(_ended(text), tuple(map(int, of_group.index)))
 
 
-def _one_way(found: Any) -> Iterator[PrintedSentence]:
+def _one_way(found: Findings) -> Iterator[PrintedSentence]:
     """The sentence on units, or the smallest set of them, that lose the claim only while what follows stays where it stood."""
     removed = found.rows("units", "each", "together").reset_index()
     kept = removed[(removed["gap"] == "kept") & removed["verdict"].isin(GONE)]
@@ -288,7 +288,7 @@ def _both_ways(one_way: list[PrintedSentence]) -> str:
     return " both with the gap left and with it closed" if one_way else ""
 
 
-def _no_cause(found: Any) -> Iterator[PrintedSentence]:
+def _no_cause(found: Findings) -> Iterator[PrintedSentence]:
     each, groups, together = (found.rows("units", role) for role in ("each", "group", "together"))
     if not len(each):
         return
@@ -306,7 +306,7 @@ def _no_cause(found: Any) -> Iterator[PrintedSentence]:
         yield PrintedSentence(_ended(f"{most}: {outcome(found.named, row)}"), (int(row.name),))
 
 
-def _where(found: Any, row: Any) -> str:
+def _where(found: Findings, row: Any) -> str:
     """At which word a whole answer falls most, which need not be one that the answer is about."""
     if not found.is_whole:
         return ""
@@ -314,7 +314,7 @@ def _where(found: Any, row: Any) -> str:
     return f", most of all at {falls['text'][falls['effect'].idxmax()]!r}"
 
 
-def _of_layers(found: Any) -> Iterator[PrintedSentence]:
+def _of_layers(found: Findings) -> Iterator[PrintedSentence]:
     tried = found.rows("layers", "each", "together")
     if not len(tried):
         return
@@ -333,7 +333,7 @@ def _of_layers(found: Any) -> Iterator[PrintedSentence]:
         yield PrintedSentence(_ended(text), (int(row.Index),))
 
 
-def _layers_beside(found: Any, tried: pd.DataFrame, breaking: pd.DataFrame) -> Iterator[PrintedSentence]:
+def _layers_beside(found: Findings, tried: pd.DataFrame, breaking: pd.DataFrame) -> Iterator[PrintedSentence]:
     """The sentences on other layers that lose the claim, and on those that do not."""
     alone = breaking[~breaking["parts"].str.contains(SEPARATOR, regex=False)]
     if len(more := breaking.iloc[MOST_NAMED:]):
@@ -378,7 +378,7 @@ def _is_inside(parts: str, others: Iterable[str]) -> bool:
     return any(own < set(other.split(SEPARATOR)) for other in others)
 
 
-def _of_positions(found: Any) -> Iterator[PrintedSentence]:
+def _of_positions(found: Findings) -> Iterator[PrintedSentence]:
     each = found.rows("positions", "each")
     if not len(each):
         return

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import pandas as pd
 
@@ -19,7 +18,9 @@ from kvlens.explanation.citations import (
     marked_runs,
 )
 from kvlens.explanation.claims import GONE, NEAR_TIES, PARTLY, SAME, normal
-from kvlens.explanation.presentation import LONGEST_UNIT, SEPARATOR, listed, quoted, some_named, unit_named
+from kvlens.explanation.explained import Findings
+from kvlens.explanation.explaining import SEPARATOR
+from kvlens.explanation.presentation import LONGEST_UNIT, listed, quoted, some_named, unit_named
 from kvlens.texts import WORD
 from kvlens.viz._text import html_text
 
@@ -45,7 +46,7 @@ class SourceLine:
         return f"[{self.mark}] {self.text}" if self.mark else self.text
 
 
-def sources_in_words(found: Any) -> list[SourceLine]:
+def sources_in_words(found: Findings) -> list[SourceLine]:
     """A line for each mark: a source, sources that are needed together, what needs no part, and what none was found for."""
     own = found.citations[found.citations["account"].isin([SOURCE, TOGETHER])]
     lines = []
@@ -56,7 +57,7 @@ def sources_in_words(found: Any) -> list[SourceLine]:
     return [*lines, *_of_several(found, own), *_without_sources(found)]
 
 
-def _of_several(found: Any, own: pd.DataFrame) -> Iterator[SourceLine]:
+def _of_several(found: Findings, own: pd.DataFrame) -> Iterator[SourceLine]:
     """The lines on claims with several sources: those that are all needed, and those of which one is enough."""
     for account, joint in ((SOURCE, ", "), (TOGETHER, SEPARATOR)):
         several = [rows for _, rows in own[own["account"] == account].groupby("claim", sort=False) if len(rows) > 1]
@@ -66,7 +67,7 @@ def _of_several(found: Any, own: pd.DataFrame) -> Iterator[SourceLine]:
             yield SourceLine(mark, *(_all_needed if account == SOURCE else _one_enough)(found, claims))
 
 
-def _all_needed(found: Any, claims: pd.DataFrame) -> tuple[str, tuple[int, ...]]:
+def _all_needed(found: Findings, claims: pd.DataFrame) -> tuple[str, tuple[int, ...]]:
     """What is said of claims that are lost without each of several sources, and the statements that say so."""
     units = set(map(str, claims["unit"]))
     weakest = claims.sort_values("verdict", key=lambda verdicts: verdicts != PARTLY, kind="stable").drop_duplicates("claim")
@@ -74,7 +75,7 @@ def _all_needed(found: Any, claims: pd.DataFrame) -> tuple[str, tuple[int, ...]]
     return f"{'Both' if len(units) == 2 else 'All'} are needed: without one of these, {lost}.", rows
 
 
-def _one_enough(found: Any, claims: pd.DataFrame) -> tuple[str, tuple[int, ...]]:
+def _one_enough(found: Findings, claims: pd.DataFrame) -> tuple[str, tuple[int, ...]]:
     """What is said of claims that are lost without several sources together: likewise."""
     units = sorted(set(claims["unit"]))
     each = found.statements.query("about == 'units' and role == 'each' and gap == 'kept'")
@@ -86,19 +87,19 @@ def _one_enough(found: Any, claims: pd.DataFrame) -> tuple[str, tuple[int, ...]]
     return f"{text}, but not without one of them alone.", (*rows, *map(int, alone.index))
 
 
-def _without_these(found: Any, claims: pd.DataFrame, parts: str, them: str) -> tuple[str, tuple[int, ...]]:
+def _without_these(found: Findings, claims: pd.DataFrame, parts: str, them: str) -> tuple[str, tuple[int, ...]]:
     """What the model says without units, which claims are lost, and the statements that say so."""
     said = f"the model says {quoted(claims['says'].iloc[0], LONGEST_UNIT)}"
     return f"Without {them}, {said}: {_lost_in_words(found, claims)}", _breaking(found, claims, {parts})
 
 
-def _breaking(found: Any, claims: pd.DataFrame, sets: Collection[str]) -> tuple[int, ...]:
+def _breaking(found: Findings, claims: pd.DataFrame, sets: Collection[str]) -> tuple[int, ...]:
     """The statements by which claims are lost without sets of units."""
     lost = found.statements.query("about == 'units' and role == 'breaking'")
     return tuple(map(int, lost.index[lost["claim"].isin(claims["claim"]) & lost["parts"].isin(sets)]))
 
 
-def _lost_in_words(found: Any, rows: pd.DataFrame) -> str:
+def _lost_in_words(found: Findings, rows: pd.DataFrame) -> str:
     """Which claims are lost, and which in part; of a whole answer, that another one is given."""
     if found.is_whole:
         return f"another answer is given{', with some of its words' if PARTLY in set(rows['verdict']) else ''}"
@@ -110,7 +111,7 @@ def _lost_in_words(found: Any, rows: pd.DataFrame) -> str:
     )
 
 
-def _without_sources(found: Any) -> Iterator[SourceLine]:
+def _without_sources(found: Findings) -> Iterator[SourceLine]:
     """The lines on words without a source; what they say is about the run without any part."""
     rows = tuple(map(int, found.rows("units", "none").index))
     account = found.citations["account"]
@@ -134,7 +135,7 @@ def _without_sources(found: Any) -> Iterator[SourceLine]:
             yield SourceLine("", f"Words of {whose} have no mark: {some_named(asked)}.", ())
 
 
-def _following(found: Any, of_nothing: tuple[int, ...]) -> Iterator[SourceLine]:
+def _following(found: Findings, of_nothing: tuple[int, ...]) -> Iterator[SourceLine]:
     """The lines on words that follow from words before them."""
     runs = [run for run in marked_runs(found.response, found.citations) if run.mark.startswith(FOLLOWS_FROM)]
     for mark in dict.fromkeys(run.mark for run in runs):
@@ -151,7 +152,7 @@ def _do_not_fall(words: Sequence[str]) -> str:
     return f"{'it does not fall' if len(set(words)) == 1 else 'these do not fall'}: {some_named(words)}"
 
 
-def _phrases(found: Any, chosen: pd.Series) -> list[str]:
+def _phrases(found: Findings, chosen: pd.Series) -> list[str]:
     """The words of some rows of the citations in quotation marks, neighbors together."""
     spans: list[tuple[int, int]] = []
     for row in found.citations[chosen].itertuples():
@@ -171,7 +172,7 @@ def shade(nats: float) -> str:
     return f"background:color-mix(in srgb, var(--positive-fill) {round(100 * share)}%, transparent)"
 
 
-def marked_response(found: Any, lines: Sequence[SourceLine]) -> str:
+def marked_response(found: Findings, lines: Sequence[SourceLine]) -> str:
     """The words as they stand in the response, shaded; those of a claim are buttons, and marks lead to their lines."""
     text, at, parts = found.response, 0, []
     names = [line.mark for line in lines]
@@ -196,7 +197,7 @@ def _mark(marks: Sequence[str], number: int, run: MarkedRun) -> str:
     return f'<sup class="mark" id="mark-{number}">[{links}]</sup>'
 
 
-def source_list(found: Any, lines: Sequence[SourceLine]) -> str:
+def source_list(found: Findings, lines: Sequence[SourceLine]) -> str:
     """A line for each mark, with links back to where it stands in the answer."""
     runs, items = marked_runs(found.response, found.citations), []
     for i, line in enumerate(lines):

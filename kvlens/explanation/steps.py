@@ -1,14 +1,12 @@
 """`explain`, which takes the eight steps of :mod:`kvlens.explanation`, and ``kvlens analyse explanation``, for many prompts."""
 
 import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pandas as pd
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from kvlens import KVLensError, KVModel
@@ -18,30 +16,22 @@ from kvlens.analyses.sequences import PromptTokens, TextTokens
 from kvlens.arguments import HOW_FAR, Depth, Positions
 from kvlens.chat import ROLES, Chat, as_prompt, one_sequence, prompt_layout
 from kvlens.checks import Count, checked
-from kvlens.errors import brief, nearest
+from kvlens.errors import brief
 from kvlens.explanation.by_unit import UnitSearch
-from kvlens.explanation.citations import DocumentSpan, documents_of, needs_account
+from kvlens.explanation.citations import documents_of
 from kvlens.explanation.claims import (
     DEPENDS,
-    GONE,
-    SAID,
-    Claim,
-    Verdict,
-    claim_of,
-    claims_of,
-    is_content,
-    normal,
-    places_of_words,
-    verdict,
 )
-from kvlens.explanation.exchanges import MOST_LAYERS, QUESTION_PLACE, Place, exchange_layers, exchange_positions, places_of
-from kvlens.explanation.explained import STATEMENT_COLUMNS, Explained, found_by
-from kvlens.explanation.heading import asked_for, candidates_of
-from kvlens.explanation.presentation import SEPARATOR, answered, listed, quoted
-from kvlens.explanation.runs import MORE_TOKENS, PASS, ExplanationProgress, Outcome, Runs
+from kvlens.explanation.exchanges import MOST_LAYERS, exchange_layers, exchange_positions, places_of
+from kvlens.explanation.explained import STATEMENT_COLUMNS, found_by
+from kvlens.explanation.explaining import SEPARATOR, Explaining, ReadPrompt
+from kvlens.explanation.heading import heading_claim
+from kvlens.explanation.presentation import answered, listed, quoted
+from kvlens.explanation.runs import MORE_TOKENS, PASS, Outcome
+from kvlens.explanation.view import Explained
 from kvlens.terminal import progress_bar
 from kvlens.texts import Response
-from kvlens.units import By, Layout, Unit, begins_with_bos, cut, pieces_of_tokens, positions_of
+from kvlens.units import By, Layout, begins_with_bos, cut, pieces_of_tokens
 
 LONGEST_ASKED = 100
 """How many characters of the question, or of a text, are quoted where it is said to be never removed."""
@@ -101,7 +91,7 @@ def explain(
     given = None if answer is None else one_sequence(model, "answer", answer)
     with progress_bar("explain", shown=on_progress is None) as bar:
         options = dict(depth=depth, budget=budget, tell=on_progress or bar, say=on_found or (lambda line: None))
-        return Explaining.reading(model, prompt, text, by, **options).explained(about, given)
+        return Steps.reading(model, prompt, text, by, **options).explained(about, given)
 
 
 @analysis(
@@ -133,54 +123,30 @@ def explanation(
     return explain(model, prompt, text, answer=answer, by=by, depth=depth).statements
 
 
-@dataclass(frozen=True)
-class _Prompt:
-    """A prompt, read and cut.
-
-    Attributes:
-        tokens: [pos].
-        units: what is removed.
-        unit_places: the characters of each in its document.
-        documents: the documents and messages by name.
-        places: what each position belongs to.
-        always_there: what is in no unit, in words.
-        question: a chat's question, and the text that follows the prompt.
-        n_prompt: how many tokens come before what the template writes for the answer, or before the text.
-    """
-
-    tokens: Tensor
-    units: list[Unit]
-    unit_places: list[DocumentSpan]
-    documents: dict[str, str]
-    places: list[Place]
-    always_there: tuple[str, ...]
-    question: str
-    n_prompt: int
-
-    @classmethod
-    def of(cls, model: KVModel, prompt: Any, text: Any, by: By) -> "_Prompt":
-        layout = prompt_layout(model, prompt)
-        units, tokens = cut(model, layout, by), layout.tokens
-        if text is not None:
-            tokens = torch.cat([tokens, one_sequence(model, "text", text)])
-        if not units:
-            raise KVLensError("prompt: it has only what is never removed, and no unit to remove; give documents or a text")
-        if model.cfg.has_position_limit and len(tokens) >= model.cfg.n_ctx:
-            raise KVLensError(
-                f"prompt: its {len(tokens):,} tokens leave no room for an answer in n_ctx={model.cfg.n_ctx:,}; shorten it"
-            )
-        if max(unit.stop for unit in units) >= len(tokens):
-            raise KVLensError(
-                "text: the prompt's last token belongs to a unit; give what follows it, such as the question, as text="
-            )
-        follows = tokens[len(layout.tokens) :]
-        rest = tuple(_always_there(model, layout, isinstance(by, str), follows))
-        asked = [layout.text[piece.start : piece.stop] for piece in layout.asked]
-        question = " ".join([*asked, *([Response.of(model, layout.tokens, follows).text] if len(follows) else [])])
-        last = max(i for i, piece in enumerate(pieces_of_tokens(layout)) if piece is not None)
-        n_prompt = min(last + 1, len(tokens) - 1)
-        documents, unit_places = documents_of(layout, units, prompt)
-        return cls(tokens, units, unit_places, documents, places_of(layout, len(tokens)), rest, question, n_prompt)
+def _read_prompt(model: KVModel, prompt: Any, text: Any, by: By) -> ReadPrompt:
+    """Read and cut a prompt, with the text that follows it."""
+    layout = prompt_layout(model, prompt)
+    units, tokens = cut(model, layout, by), layout.tokens
+    if text is not None:
+        tokens = torch.cat([tokens, one_sequence(model, "text", text)])
+    if not units:
+        raise KVLensError("prompt: it has only what is never removed, and no unit to remove; give documents or a text")
+    if model.cfg.has_position_limit and len(tokens) >= model.cfg.n_ctx:
+        raise KVLensError(
+            f"prompt: its {len(tokens):,} tokens leave no room for an answer in n_ctx={model.cfg.n_ctx:,}; shorten it"
+        )
+    if max(unit.stop for unit in units) >= len(tokens):
+        raise KVLensError(
+            "text: the prompt's last token belongs to a unit; give what follows it, such as the question, as text="
+        )
+    follows = tokens[len(layout.tokens) :]
+    rest = tuple(_always_there(model, layout, isinstance(by, str), follows))
+    asked = [layout.text[piece.start : piece.stop] for piece in layout.asked]
+    question = " ".join([*asked, *([Response.of(model, layout.tokens, follows).text] if len(follows) else [])])
+    last = max(i for i, piece in enumerate(pieces_of_tokens(layout)) if piece is not None)
+    n_prompt = min(last + 1, len(tokens) - 1)
+    documents, unit_places = documents_of(layout, units, prompt)
+    return ReadPrompt(tokens, units, unit_places, documents, places_of(layout, len(tokens)), rest, question, n_prompt)
 
 
 def _always_there(model: KVModel, layout: Layout, is_cut: bool, text: Tensor) -> Iterator[str]:
@@ -211,55 +177,22 @@ def _always_there(model: KVModel, layout: Layout, is_cut: bool, text: Tensor) ->
 
 
 @dataclass
-class Explaining:
-    """The steps of one explanation, and the statements so far.
+class Steps(Explaining):
+    """The steps of one explanation. When it is made (:meth:`explained`), further runs add statements: :meth:`without`,
+    :meth:`about`."""
 
-    When it is made (:meth:`explained`), further runs add statements: :meth:`without`, :meth:`about`.
-
-    Attributes:
-        model, depth, budget: as of :func:`explain`.
-        read: the prompt.
-        is_continuation: whether the response continues a text and is no reply to a chat.
-        tell, say: its ``on_progress`` and ``on_found``. An exception that they raise stops a run.
-        hear: called with the response so far, token by token; None for nobody, for whom it is not made into text either.
-    """
-
-    model: KVModel
-    read: _Prompt
-    is_continuation: bool = False
-    depth: str = "units"
-    budget: int | None = None
-    tell: Callable[[str, float], None] = lambda what, done: None
-    say: Callable[[str], None] = lambda line: None
-    hear: Callable[[str], None] | None = None
-    wanted: str | None = None
-    expected: int = 0
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    left_out: list[str] = field(default_factory=list)
-    asked: dict[tuple[int, int], float] = field(default_factory=dict)
     tried: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.prompt, self.units = self.read.tokens, self.read.units
-        self.own = positions_of(self.units, len(self.prompt))
-        self.work = ExplanationProgress(self.tell)
-        self.runs = Runs(
-            self.model,
-            self.prompt[:-1],
-            self.prompt[-1:],
-            self.own[:, :-1],
-            torch.tensor([place == QUESTION_PLACE for place in self.read.places[:-1]], device=self.prompt.device),
-            self.is_continuation,
-            self.work.count,
-            self._heard,
-        )
+        super().__post_init__()
+        self.runs.on_without = self._heard
 
     @classmethod
     @torch.no_grad()
-    def reading(cls, model: KVModel, prompt: Any, text: Any = None, by: By = "sentence", **options: Any) -> "Explaining":
+    def reading(cls, model: KVModel, prompt: Any, text: Any = None, by: By = "sentence", **options: Any) -> "Steps":
         """Read and cut a prompt. ``options`` are the attributes from ``depth`` on, the others as of :func:`explain`."""
         continues = text is not None and not isinstance(as_prompt(prompt), Chat)
-        return cls(model, _Prompt.of(model, prompt, text, by), continues, **options)
+        return cls(model, _read_prompt(model, prompt, text, by), continues, **options)
 
     @torch.no_grad()
     def explained(self, about: str | None = None, answer: Tensor | None = None) -> Explained:
@@ -290,7 +223,7 @@ class Explaining:
             self.nothing = search.begin()
             for number in range(len(self.claims)):
                 self.add(number, self.nothing, "units", "none", range(len(self.units)))
-            self.heading = self._heading()
+            self.heading = heading_claim(self)
             self.causes = search.causes(self.heading)
         cause, self.positions = self.causes[self.heading], pd.DataFrame()
         if cause and self.depth != "units" and self.room("layers", self._cost_of_layers()):
@@ -305,7 +238,7 @@ class Explaining:
     def found(self) -> Explained:
         """The tables of what was found so far."""
         n_tried = self.tried.get(self.heading, 0)
-        return found_by(self, self.search, self.heading, self.causes, n_tried, self.positions)
+        return found_by(Explained, self, self.search, self.heading, self.causes, n_tried, self.positions)
 
     def _try_layers(self, number: int, anew: bool = False) -> None:
         longest, n_rows = len(self.response.tokens) + MORE_TOKENS, len(self.rows)
@@ -334,7 +267,7 @@ class Explaining:
         with self.runs.step("switched"), self.runs.texts_together():
             self.runs.without_these([(members, gap) for gap in gaps])
         parts = SEPARATOR.join(map(str, members))
-        if not any((row["role"], row["parts"]) == ("switched", parts) for row in self.rows):
+        if not any((row.role, row.parts) == ("switched", parts) for row in self.rows):
             for number, gap in itertools.product(range(len(self.claims)), gaps):
                 self.add(number, self.runs.without([members], gap)[0], "units", "switched", members, gap=gap)
         return self.found()
@@ -366,14 +299,6 @@ class Explaining:
             said = f"these words fall by so many nats: {listed(fell[:6])}" if fell else f"no word falls by {DEPENDS:.0f} nats"
             self.say(f"Without {name}, {said}")
 
-    def room(self, what: str, n_tokens: int) -> bool:
-        """Whether the budget has room for a step; what it has none for is left out."""
-        if self.budget is None or self.runs.n_tokens + n_tokens <= self.budget:
-            return True
-        if what not in self.left_out:
-            self.left_out.append(what)
-        return False
-
     @property
     def _rows_of_layers(self) -> int:
         """How many sets of layers are exchanged for a claim, about."""
@@ -381,116 +306,3 @@ class Explaining:
 
     def _cost_of_layers(self) -> int:
         return len(self.prompt) + self._rows_of_layers * (len(self.response.tokens) + MORE_TOKENS)
-
-    # --- claims -------------------------------------------------------------------------------------------------------
-
-    def find_claims(self, nothing: Outcome) -> None:
-        """Find the words of the response that fall without all units; the whole response where none does."""
-        falls = self.of_words(nothing.falls)
-        self.question = self._question_words()
-        self.claims = claims_of(self.response, falls, self.question)
-        self.is_whole = not self.claims
-        if self.is_whole:
-            self.claims = [claim_of(self.response, 0, len(falls), sum(falls), self.question)]
-        self.expected = self._expected()
-
-    def _question_words(self) -> frozenset[str]:
-        """Content words of what is in no unit."""
-        text = Response.of(self.model, self.prompt[:0], self.prompt)
-        in_unit = self.own.any(dim=0)
-        kept = (word for word in text.words if not bool(in_unit[word.start : word.stop].any()))
-        return frozenset(normal(word.text) for word in kept if is_content(word))
-
-    def of_words(self, falls: Float[Tensor, " pos"]) -> list[float]:
-        return [float(falls[word.start : word.stop].sum()) for word in self.response.words]
-
-    def _expected(self) -> int:
-        """The number of the claim that will head the page, unless words that depend on no unit do."""
-        if self.wanted is not None:
-            return next((i for i, claim in enumerate(self.claims) if self.wanted.casefold() in claim.text.casefold()), -1)
-        if len(self.claims) > 1 and bool(self.runs.asked.any()):
-            return self._answering(self.claims)
-        return max(range(len(self.claims)), key=lambda i: self.claims[i].nats)
-
-    def _answering(self, claims: Sequence[Claim]) -> int:
-        """The number of that which answers the question; those that have no score yet are scored."""
-        if new := [claim for claim in claims if claim[1:3] not in self.asked]:
-            with self.runs.step("head"):
-                self.asked |= zip((claim[1:3] for claim in new), asked_for(self, new), strict=True)
-        return max(range(len(claims)), key=lambda i: self.asked[claims[i][1:3]])
-
-    def _heading(self) -> int:
-        """The number of the claim that heads the page: that of ``about``, or that which answers the question; it may be new."""
-        if self.wanted is not None:
-            return self._named(self.wanted) if self.expected < 0 else self.expected
-        candidates = [] if self.is_whole or not bool(self.runs.asked.any()) else candidates_of(self)
-        if len(candidates) < 2:
-            return self.expected
-        best = self._answering(candidates)
-        return best if best < len(self.claims) else self.with_claim(candidates[best])
-
-    def words_lost(self) -> list[Claim]:
-        """Words in no claim that need an account, and are lost without all units; each as a claim."""
-        words, places = self.response.words, places_of_words(self.response)
-        free = [
-            claim_of(self.response, i, i + 1, nats, self.question)
-            for i, nats in enumerate(self.of_words(self.nothing.falls))
-            if needs_account(words[i], self.response.text, *places[i])
-            and normal(words[i].text) not in self.question
-            and not any(claim.start <= words[i].start < claim.stop for claim in self.claims)
-        ]
-        return [claim for claim in free if self.of(claim, self.nothing).name in GONE]
-
-    def with_claim(self, claim: Claim) -> int:
-        """The number of a claim that is added to the others."""
-        self.claims.append(claim)
-        self.add(len(self.claims) - 1, self.nothing, "units", "none", range(len(self.units)))
-        return len(self.claims) - 1
-
-    def _named(self, about: str) -> int:
-        """A claim that the user names, of words of the response."""
-        names = [word.text.casefold() for word in self.response.words]
-        wanted = [word.casefold() for word in about.split()]
-        for start in range(len(names)):
-            stop = start + len(wanted)
-            if names[start:stop] == wanted:
-                words = self.response.words[start:stop]
-                nats = float(self.nothing.falls[words[0].start : words[-1].stop].sum())
-                return self.with_claim(claim_of(self.response, start, stop, nats, self.question))
-        said = [word.text for word in self.response.words if word.is_word]
-        raise KVLensError(f"about: the response has no {about!r}{nearest(about, said)}. It is: {self.response.text!r}")
-
-    # --- statements ---------------------------------------------------------------------------------------------------
-
-    def lost(self, number: int, now: Outcome) -> bool:
-        return self.of(self.claims[number], now).name in GONE
-
-    def said(self, number: int, now: Outcome) -> bool:
-        return self.of(self.claims[number], now).name in SAID
-
-    def fall(self, claim: Claim, now: Outcome) -> float:
-        return float(now.falls[claim.start : claim.stop].sum())
-
-    def of(self, claim: Claim, now: Outcome) -> Verdict:
-        return verdict(claim, now.falls, now.differs, now.firm, now.words)
-
-    def add(self, number: int, now: Outcome, kind: str, role: str, parts: Iterable[object], **named: Any) -> None:
-        claim = self.claims[number]
-        found, before = self.of(claim, now), float(self.log_p[claim.start : claim.stop].sum())
-        self.rows.append(
-            {
-                "claim": number,
-                "about": kind,
-                "role": role,
-                "parts": SEPARATOR.join(map(str, parts)),
-                "others": named.get("others", False),
-                "gap": named.get("gap", "kept"),
-                "removed": named.get("removed", ""),
-                "verdict": found.name,
-                "kept_words": " ".join(found.kept),
-                "nats": found.fall,
-                "p_before": math.exp(before),
-                "p_after": math.exp(before - found.fall),
-                "says": now.text,
-            }
-        )

@@ -8,9 +8,10 @@ from typing import Any
 
 from kvlens.explanation.claims import GONE
 from kvlens.explanation.exchanges import POSITION_GROUPS
+from kvlens.explanation.explained import Findings
+from kvlens.explanation.explaining import SEPARATOR
 from kvlens.explanation.presentation import (
     MEANINGS,
-    SEPARATOR,
     answered,
     asked,
     cut_off,
@@ -29,7 +30,20 @@ from kvlens.viz._text import data_script, html_text
 NO_BREAK = "\N{NO-BREAK SPACE}"
 
 
-def in_words(found: Any) -> str:
+class Explained(Findings):
+    """What :func:`kvlens.explain` found, with the attributes and tables of :class:`Findings`: printed, it tells them in
+    sentences, and in a notebook it draws them."""
+
+    def __str__(self) -> str:
+        return in_words(self)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return explanation_view(self)._repr_html_()
+
+
+def in_words(found: Findings) -> str:
     """The response with its sources, what is never removed, and the paragraphs, as text."""
     texts = [" ".join(sentence.text for sentence in paragraph) for paragraph in paragraphs(found)]
     sources = "\n".join(map(str, sources_in_words(found)))
@@ -37,11 +51,11 @@ def in_words(found: Any) -> str:
     return "\n\n".join(filter(None, [*opening, sources, kept_in_words(found), *texts]))
 
 
-def explanation_view(found: Any, *, with_question: bool = True) -> Piece:
+def explanation_view(found: Findings, *, with_question: bool = True) -> Piece:
     """Draw an explanation.
 
     Args:
-        found: a :class:`kvlens.explanation.Explained`.
+        found: of :func:`kvlens.explain`.
         with_question: whether it stands above the answer, where nothing else says what it was.
     """
     question = f'<p class="found">{html_text(asked(found.question))}</p>' if with_question and found.question else ""
@@ -66,14 +80,14 @@ def explanation_view(found: Any, *, with_question: bool = True) -> Piece:
     return Piece("why the model said that", body)
 
 
-def _without_numbers(found: Any) -> str:
+def _without_numbers(found: Findings) -> str:
     """The note on parts that were not removed by themselves."""
     if found.units["alone"].all():
         return ""
     return '<p class="note">Those without a number were not removed by themselves.</p>'
 
 
-def _units(found: Any) -> str:
+def _units(found: Findings) -> str:
     return "".join(
         f'<button class="source" data-unit="{row["unit"]}" data-start="{row["start"]}" data-stop="{row["stop"]}">'
         f'<span class="unit">{html_text(row["name"])}</span> {html_text(" ".join(row["unit_text"].split()))} '
@@ -82,7 +96,7 @@ def _units(found: Any) -> str:
     )
 
 
-def _data(found: Any) -> dict[str, Any]:
+def _data(found: Findings) -> dict[str, Any]:
     """The fall, the label and what is said without the unit, for each claim and unit."""
     runs = found.statements.query("about == 'units' and role in ('each', 'group') and gap == 'kept'")
     causes = [set(map(int, filter(None, cause.split("+")))) for cause in found.claims["cause"]]
@@ -96,7 +110,7 @@ def _data(found: Any) -> dict[str, Any]:
     return {"about": found.about, "full": FULL_SHADE, "claims": claims}
 
 
-def _entry(found: Any, named: str, unit: int, row: Any, is_cause: bool) -> dict[str, Any]:
+def _entry(found: Findings, named: str, unit: int, row: Any, is_cause: bool) -> dict[str, Any]:
     name = found.units["name"][unit]
     if row is None:
         return {"nats": 0.0, "label": "", "says": f"{name} was not removed: the budget had no room for it."}
@@ -114,7 +128,7 @@ def _says(unit: str, claim: str, row: Any, is_cause: bool) -> str:
     return f"Without {unit}, {said}. {claim}: {row.verdict}, {odds(row)}.{cause}"
 
 
-def _strip(found: Any) -> str:
+def _strip(found: Findings) -> str:
     """A bar for each layer: what the claim loses when the smallest range with it reads the prompt without the cause."""
     smallest = smallest_ranges(found)
     if not smallest:
@@ -140,14 +154,14 @@ def _strip(found: Any) -> str:
     )
 
 
-def smallest_ranges(found: Any) -> list[Any]:
+def smallest_ranges(found: Findings) -> list[Any]:
     """The statement on the smallest range of layers with each layer that was tried."""
     tried = [row for row in found.rows("layers", "each", "together").itertuples() if is_range(row.parts)]
     layers = range(found.n_layers if tried else 0)
     return [min((row for row in tried if str(i) in row.parts.split("+")), key=lambda row: row.parts.count("+")) for i in layers]
 
 
-def _positions(found: Any) -> str:
+def _positions(found: Findings) -> str:
     """A row for each group of positions: what the claim loses when it holds what the prompt without the cause leaves there."""
     each = found.rows("positions", "each")
     if not len(each):

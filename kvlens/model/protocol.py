@@ -7,7 +7,7 @@ What :mod:`kvlens.model.activations` reads of a model are its layers and both en
 recurrent state, or in Falcon-H1 both. A :class:`Part` knows its hook points, its heads and its output weights.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -195,6 +195,9 @@ class KVModel(Protocol):
 
     def fingerprint(self) -> Fingerprint:
         """Structure and weights, against which biases are checked."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Its weights, each once."""
 
     def check_tokens(self, tokens: Tensor) -> None:
         """Raise KVLensError unless every token id lies in the vocabulary."""

@@ -42,13 +42,12 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "real"))
 from plain_transformers import Plain, again, citations_again
 
 import kvlens
-from kvlens.explanation import paragraphs
-from kvlens.explanation.explained import Explained
+from kvlens.explanation import Explained, paragraphs
 from kvlens.explanation.heading import asked_for, candidates_of
 from kvlens.explanation.reading import wilson
 from kvlens.explanation.runs import ENDS, MORE_TOKENS, responses, stop_tokens
 from kvlens.explanation.sources import sources_in_words
-from kvlens.explanation.steps import Explaining
+from kvlens.explanation.steps import Steps
 from kvlens.texts import Response
 
 SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"(])")
@@ -215,7 +214,7 @@ def states(claim: str, answers: list[str]) -> bool:
 
 def head_scores(model: Any, chat: Any, answers: list[str]) -> dict[str, Any]:
     """Of each claim, and of other words that may head an explanation, what each rule scores."""
-    explaining = Explaining.reading(model, chat)
+    explaining = Steps.reading(model, chat)
     runs = explaining.runs
     tokens = runs.answer(MOST_TOKENS)
     explaining.response = Response.of(model, explaining.prompt, tokens)

@@ -200,8 +200,9 @@ def by_hand(lost, says="Italy sells."):
     """An explanation of a made-up response, whose claims are lost without these units."""
     response = Response(torch.arange(len(TOKENS)), tuple(_words(TOKENS)), "".join(TOKENS))
     question = frozenset({"office"})
+    breaking = {"about": "units", "role": "breaking", "gap": "kept", "says": says}
     rows = [
-        dict(claim=number, about="units", role="breaking", gap="kept", parts=parts, verdict=verdict, nats=nats, says=says)
+        SimpleNamespace(claim=number, parts=parts, verdict=verdict, nats=nats, **breaking)
         for number, parts, verdict, nats in lost
     ]
     return SimpleNamespace(

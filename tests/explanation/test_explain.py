@@ -24,12 +24,12 @@ import kvlens
 from kvlens import KVLensError, convert_prompt, counterfactuals, logits_after
 from kvlens.analyses import reading_layers
 from kvlens.cli.printed import print_explanation
-from kvlens.explanation import explanation_view, paragraphs, runs, steps
+from kvlens.explanation import explanation_view, heading, paragraphs, runs, steps
 from kvlens.explanation.claims import Claim
 from kvlens.explanation.exchanges import _LayerRanges
 from kvlens.explanation.presentation import outcome, switched_in_words
 from kvlens.explanation.reading import reading_shares, reading_stability, wilson
-from kvlens.explanation.steps import Explaining
+from kvlens.explanation.steps import Steps
 from kvlens.explanation.view import _says
 
 STORY = "Mira keeps a goat. Pavel has a parrot. At night Kaya feeds a donkey."
@@ -119,8 +119,8 @@ def test_words_that_are_said_without_any_part_may_head_and_are_said_to_be(monkey
         named["candidates"] = [claim.text for claim in candidates]
         return [9.0 * (claim.text in ("Mira", "Kaya")) for claim in candidates]
 
-    monkeypatch.setattr(steps, "asked_for", scores)
-    monkeypatch.setattr(steps.Explaining, "_question_words", lambda explaining: ())
+    monkeypatch.setattr(heading, "asked_for", scores)
+    monkeypatch.setattr(steps.Steps, "_question_words", lambda explaining: ())
     found = kvlens.explain(model, STORY, QUESTION, answer=" donkey. Mira. Kaya", depth="units")
     assert found.without.startswith("Kaya") and named["candidates"] == ["donkey", "Kaya"]
     assert found.claim == "Kaya" and found.claims["text"].tolist() == ["donkey", "Kaya"] and found.cause == ()
@@ -225,7 +225,7 @@ one_model = pytest.mark.parametrize("model", ["facts-gpt2"], indirect=True)
 
 @pytest.fixture
 def explaining(model):
-    made = Explaining.reading(model, STORY, QUESTION)
+    made = Steps.reading(model, STORY, QUESTION)
     made.explained()
     return made
 
@@ -266,7 +266,7 @@ def test_each_sentence_on_what_is_switched_off_names_rows_that_say_so(explaining
 def test_another_claim_heads_it_with_its_own_layers(model):
     """As if it had been asked for from the start; the layers of the first stay."""
     answer = " donkey. Mira keeps a goat"
-    explaining = Explaining.reading(model, STORY, QUESTION, depth="layers")
+    explaining = Steps.reading(model, STORY, QUESTION, depth="layers")
     found = explaining.explained(answer=model.to_tokens(answer, prepend_bos=False)[0])
     assert found.claims["text"].tolist()[0] == "donkey" and len(found.claims) > 1
     for number in range(len(found.claims)):
@@ -301,7 +301,7 @@ def test_a_run_that_is_stopped_leaves_everything_as_it_was(model, explaining, n_
             run()
         assert model.attached_kv_bias is None and explaining.found().statements.equals(before.statements)
     explaining.work.tell = lambda what, done: None
-    undisturbed = Explaining.reading(model, STORY, QUESTION)
+    undisturbed = Steps.reading(model, STORY, QUESTION)
     undisturbed.explained()
     for one in (explaining, undisturbed):
         one.without([0, 2])
@@ -314,7 +314,7 @@ def test_beginnings_of_the_prompt_are_kept(model, explaining):
     first = explaining.found().cost.set_index("step")["tokens"]["switched"]
     explaining.without([1, 2])
     second = explaining.found().cost.set_index("step")["tokens"]["switched"] - first
-    alone = Explaining.reading(model, STORY, QUESTION)
+    alone = Steps.reading(model, STORY, QUESTION)
     alone.explained()
     alone.runs._prefixes.clear()
     alone.without([1, 2])
