@@ -7,7 +7,7 @@ import copy
 import math
 import pprint
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformer_lens.utilities import SUPPORTED_ACTIVATIONS
@@ -18,6 +18,7 @@ NORMALIZATIONS = (None, "LN", "LNPre", "RMS", "RMSPre")
 INIT_MODES = ("gpt2", "xavier_uniform", "xavier_normal", "kaiming_uniform", "kaiming_normal", "muP")
 NORM_OVER_ALL_HEADS = ("OlmoeForCausalLM", "Olmo2ForCausalLM", "Olmo3ForCausalLM")
 """Architectures that normalize queries and keys before they are split into heads."""
+C = TypeVar("C", bound="HookedTransformerConfig")
 HEAD_SIZES = ("n_heads", "n_key_value_heads", "d_head")
 """Sizes of which each layer may have its own, in a list called "..._by_layer"."""
 
@@ -218,11 +219,11 @@ class HookedTransformerConfig:
         return any(getattr(self, f"{name}_by_layer") is not None for name in HEAD_SIZES)
 
     @property
-    def whole(self) -> Any:
+    def whole(self: C) -> C:
         """The model's configuration, also of what :meth:`of_layer` returned."""
         return self.__dict__.get("_whole", self)
 
-    def of_layer(self, layer: int) -> Any:
+    def of_layer(self: C, layer: int) -> C:
         """This configuration, or where layers differ in heads one with a layer's sizes, which follows later changes of this."""
         if not getattr(self, "layers_differ", False):  # TransformerLens' own configurations do not have it
             return self
@@ -259,12 +260,12 @@ class HookedTransformerConfig:
             raise KVLensError(f"experts_per_token must lie in 1..{self.num_experts}, got {self.experts_per_token}")
 
     @classmethod
-    def unwrap(cls, config: Any) -> Any:
+    def unwrap(cls: type[C], config: C | dict[str, Any]) -> C:
         """``config`` itself, or made from a dict of fields."""
         return cls.from_dict(config) if isinstance(config, dict) else config
 
     @classmethod
-    def from_dict(cls, config_dict: dict[str, Any]) -> Any:
+    def from_dict(cls: type[C], config_dict: dict[str, Any]) -> C:
         """A configuration from its fields by name."""
         return cls(**config_dict)
 

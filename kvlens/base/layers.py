@@ -4,6 +4,7 @@ Norms are LayerNorm and RMS norm, with weights or with those folded into the nex
 experts; the ends lead from tokens to the residual stream, and from there to logits.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch.nn.functional import layer_norm, linear, rms_norm
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import SUPPORTED_ACTIVATIONS, get_offset_position_ids
 from transformer_lens.utilities.activation_functions import XIELU
+
+from kvlens.base.config import HookedTransformerConfig
 
 FULL = (torch.float32, torch.float64)
 """In narrower dtypes a norm is computed in float32."""
@@ -35,7 +38,7 @@ class Norm(nn.Module):
         length: of the vectors; None for ``d_model``.
     """
 
-    def __init__(self, cfg: Any, kind: str, length: int | None = None):
+    def __init__(self, cfg: HookedTransformerConfig, kind: str, length: int | None = None):
         super().__init__()
         self.cfg, self.kind, self.eps = cfg, kind, cfg.eps
         self.centers = kind.startswith("LN")
@@ -68,9 +71,9 @@ class Norm(nn.Module):
         return x * self.w if self.kind == "RMS" else x
 
 
-def final_norm(cfg: Any) -> Norm:
+def final_norm(cfg: HookedTransformerConfig) -> Norm:
     """The norm before the unembedding: of the layers' kind, or RMS if ``final_rms``."""
-    kind = cfg.normalization_type
+    kind = str(cfg.normalization_type)
     return Norm(cfg, kind.replace("LN", "RMS") if cfg.final_rms else kind)
 
 
@@ -79,7 +82,7 @@ GPT_OSS_SLOPE, GPT_OSS_LIMIT = 1.702, 7.0
 """GPT-OSS: g sigmoid(1.702 g) (u + 1), with g at most 7 and u between -7 and 7."""
 
 
-def activation_of(cfg: Any) -> Any:
+def activation_of(cfg: HookedTransformerConfig) -> Callable[[Tensor], Tensor]:
     """The activation function of a configuration; xIELU has parameters of its own."""
     return XIELU() if cfg.act_fn == "xielu" else SUPPORTED_ACTIVATIONS[cfg.act_fn]
 
@@ -227,7 +230,7 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 class Embed(nn.Module):
     """A row of W_E for each token, normalized if ``post_embedding_ln``."""
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: HookedTransformerConfig):
         super().__init__()
         self.cfg = cfg
         self.W_E = nn.Parameter(torch.empty(cfg.d_vocab, cfg.d_model, dtype=cfg.dtype))
@@ -243,7 +246,7 @@ class Embed(nn.Module):
 class PosEmbed(nn.Module):
     """A row of W_pos for each position. With ALiBi it exists but is not used, and is 0."""
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: HookedTransformerConfig):
         super().__init__()
         self.cfg = cfg
         new = torch.zeros if cfg.positional_embedding_type == "alibi" else torch.empty
@@ -271,7 +274,7 @@ class PosEmbed(nn.Module):
 class Unembed(nn.Module):
     """x W_U + b_U."""
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: HookedTransformerConfig):
         super().__init__()
         self.cfg = cfg
         self.W_U = nn.Parameter(torch.empty(cfg.d_model, cfg.d_vocab_out, dtype=cfg.dtype))

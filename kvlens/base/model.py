@@ -5,7 +5,7 @@ and methods, and for the same weights the same numbers up to the order of sums. 
 caches of activations, the decode cache, weight processing and sampling.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -22,6 +22,7 @@ from transformer_lens.utilities import (
 )
 from transformer_lens.utilities.activation_functions import apply_softcap
 from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
+from transformers import PreTrainedTokenizerBase
 
 from kvlens.base.attention import Attention, GroupedQueryAttention
 from kvlens.base.config import HookedTransformerConfig
@@ -31,6 +32,8 @@ from kvlens.base.weights import HasWeights
 from kvlens.checks import ensure
 from kvlens.dtypes import dtype_of, is_dtype
 from kvlens.errors import KVLensError, check_known
+
+M = TypeVar("M", bound="HookedTransformer")
 
 
 class TransformerBlock(nn.Module):
@@ -44,7 +47,7 @@ class TransformerBlock(nn.Module):
     ln1: nn.Module
     ln2: nn.Module
 
-    def __init__(self, cfg: Any, block_index: int):
+    def __init__(self, cfg: HookedTransformerConfig, block_index: int):
         super().__init__()
         self.cfg = cfg = HookedTransformerConfig.of_layer(cfg, block_index)
         kind = cfg.normalization_type
@@ -54,7 +57,9 @@ class TransformerBlock(nn.Module):
             setattr(self, name, nn.Identity() if kind is None else Norm(cfg, kind))
             if behind:  # those keep their weights: nothing follows that could absorb them
                 setattr(self, f"{name}_post", nn.Identity() if kind is None else Norm(cfg, kind.removesuffix("Pre")))
-        self.attn = self.build_attention(cfg, cfg.attn_types[block_index] if cfg.use_local_attn else "global", block_index)
+        self.attn = self.build_attention(
+            cfg, cfg.attn_types[block_index] if cfg.use_local_attn and cfg.attn_types else "global", block_index
+        )
         if not cfg.attn_only:
             self.mlp = MoE(cfg) if cfg.num_experts else GatedMLP(cfg) if cfg.gated_mlp else MLP(cfg)
         self.hook_attn_in = HookPoint()
@@ -125,7 +130,7 @@ class TransformerBlock(nn.Module):
         """The MLP's output, with any norm behind it, hooked."""
         return self.hook_mlp_out(self._after(self.mlp(normalized_resid), "ln2"))
 
-    def norm_behind(self, norm: str) -> Any:
+    def norm_behind(self, norm: str) -> nn.Module | None:
         """The norm between a part and the residual stream, ``norm`` being ``ln1`` or ``ln2``; None in nearly all models."""
         if self.cfg.use_normalization_before_and_after:
             return getattr(self, f"{norm}_post")
@@ -178,7 +183,13 @@ class HookedTransformer(HasText, HasWeights):
     positions: tuple[str, ...] = ("standard", "rotary", "shortformer", "alibi")
     """Kinds of positions that this class computes."""
 
-    def __init__(self, cfg: Any, tokenizer: Any = None, move_to_device: bool = True, default_padding_side: str | None = None):
+    def __init__(
+        self,
+        cfg: HookedTransformerConfig | dict[str, Any],
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        move_to_device: bool = True,
+        default_padding_side: str | None = None,
+    ):
         HookedRootModule.__init__(self)
         self.cfg = cfg = HookedTransformerConfig.unwrap(cfg)
         check_known("positional_embedding_type: none", cfg.positional_embedding_type, self.positions)
@@ -397,7 +408,7 @@ class HookedTransformer(HasText, HasWeights):
         for layer, block in enumerate(self.blocks):
             block.to(self.device_of_layer(layer))
 
-    def to(self, device_or_dtype: torch.device | torch.dtype | str, print_details: bool = True) -> Any:  # type: ignore[override]
+    def to(self: M, device_or_dtype: torch.device | torch.dtype | str, print_details: bool = True) -> M:  # type: ignore[override]
         """Move the model to a device, or round or widen its weights to a dtype (or its name); the configuration follows."""
         if is_dtype(device_or_dtype):
             device_or_dtype = self.cfg.dtype = dtype_of(device_or_dtype, "to: dtype")
@@ -408,21 +419,21 @@ class HookedTransformer(HasText, HasWeights):
             print("Changing model dtype to" if changes else "Moving model to device: ", device_or_dtype)
         return nn.Module.to(self, device_or_dtype)
 
-    def cuda(self, device: int | torch.device | None = None) -> Any:
+    def cuda(self: M, device: int | torch.device | None = None) -> M:
         """:meth:`to` a GPU, by its number or the current one."""
         return self.to("cuda" if device is None else f"cuda:{device}" if isinstance(device, int) else device)
 
-    def cpu(self) -> Any:
+    def cpu(self: M) -> M:
         """:meth:`to` the CPU."""
         return self.to(torch.device("cpu"))
 
-    def mps(self) -> Any:
+    def mps(self: M) -> M:
         """:meth:`to` Apple's GPU."""
         return self.to(torch.device("mps"))
 
     def load_sample_training_dataset(self, **kwargs: object) -> Any:
         """10,000 to 20,000 texts like those that a public model was trained on, downloaded; kept as ``dataset``."""
-        self.dataset = get_dataset(DATASETS[self.cfg.original_architecture], **kwargs)
+        self.dataset = get_dataset(DATASETS[str(self.cfg.original_architecture)], **kwargs)
         return self.dataset
 
     def sample_datapoint(

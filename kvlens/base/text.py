@@ -24,6 +24,7 @@ from transformer_lens.utilities.tokenize_utils import (
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from kvlens.arguments import check_tokenizer
+from kvlens.base.config import HookedTransformerConfig
 from kvlens.checks import ensure
 from kvlens.errors import KVLensError, brief
 from kvlens.tokenizer import KEEP_THEIR_BOS
@@ -48,9 +49,9 @@ class HasText(HookedRootModule):
     get_residual: Any
 
     @staticmethod
-    def tokenizer_by_name(cfg: Any) -> PreTrainedTokenizerBase:
+    def tokenizer_by_name(cfg: HookedTransformerConfig) -> PreTrainedTokenizerBase:
         """The tokenizer called ``cfg.tokenizer_name``; one that prepends a BOS, where the architecture's models had one."""
-        name = cfg.tokenizer_name
+        name = str(cfg.tokenizer_name)
         options: dict[str, Any] = {"trust_remote_code": False, "token": os.environ.get("HF_TOKEN") or None}
         options["use_fast"] = "phi" not in name.lower()  # Phi's fast tokenizer cannot prepend a BOS
         options["add_bos_token"] = cfg.original_architecture not in (*KEEP_THEIR_BOS, "Qwen3ForCausalLM", "PhiForCausalLM")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvlens.arguments import check_device
 from kvlens.base import HookedTransformer
+from kvlens.base.model import M
 from kvlens.base.weights import GROUPS_DIFFER, allowed_steps, check_factors, groups_differ, why_norms_stay
 from kvlens.checks import checked
 from kvlens.dtypes import dtype_of
@@ -18,7 +19,7 @@ from kvlens.errors import KVLensError, warn
 from kvlens.model.attention_variant import AttentionVariantConfig
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.fingerprint import is_weight
-from kvlens.model.storage import M, build_with_ready_tokenizer, check_weights_have_these_sizes, load_model, save_model
+from kvlens.model.storage import build_with_ready_tokenizer, check_weights_have_these_sizes, load_model, save_model
 from kvlens.pretrained import check_trial, load_llama2c_parts, load_pretrained_parts, read_tensors
 from kvlens.pretrained.shift_import import import_shift_coefficients, is_shift_coefficient, place_shift_coefficients
 from kvlens.zoo import folder_of

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save
@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvlens.arguments import check_device, path_of
 from kvlens.base import HookedTransformer, HookedTransformerConfig
+from kvlens.base.model import M
 from kvlens.dtypes import check_holds, dtype_of
 from kvlens.errors import KVLensError, brief, warn
 from kvlens.files import (
@@ -39,7 +40,6 @@ from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.fingerprint import forget_hash, is_weight, weights_hash
 from kvlens.tokenizer import read_tokenizer
 
-M = TypeVar("M", bound=HookedTransformer)
 """The requested class: HookedKVTransformer or a subclass. It depends on this module, which therefore never imports it."""
 FORMAT, FORMAT_VERSION = "kvlens.model", 2
 

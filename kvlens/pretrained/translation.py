@@ -311,18 +311,19 @@ def _of_parts(hf_config: Any, architecture: str) -> dict[str, Any]:
     return fields
 
 
-def convert(tensors: Mapping[str, Tensor], cfg: Any) -> dict[str, Tensor]:
+def convert(tensors: Mapping[str, Tensor], cfg: HookedTransformerConfig) -> dict[str, Tensor]:
     """Weights by our names, as views of ``tensors``, the state dict of a model of Transformers.
 
     Args:
         tensors: by Transformers' names; a tied unembedding may be left out.
         cfg: our configuration, with ``original_architecture``; layers beyond ``cfg.n_layers`` are left out.
     """
-    family = FAMILIES[cfg.original_architecture]
+    architecture = str(cfg.original_architecture)
+    family = FAMILIES[architecture]
     tensors = {name.replace("model.language_model.", "model."): tensor.detach() for name, tensor in tensors.items()}
     embedding = tensors[f"{family.embed}.weight"]
     head = tensors.get("lm_head.weight", tensors.get("embed_out.weight", embedding))
-    gemma = cfg.original_architecture.startswith("Gemma")
+    gemma = architecture.startswith("Gemma")
     weights = {
         "embed.W_E": embedding * torch.tensor(cfg.d_model**0.5, dtype=cfg.dtype) if gemma else embedding,
         "unembed.W_U": head.T,
@@ -416,7 +417,7 @@ def _mlp(tensors: Mapping[str, Tensor], family: Family, cfg: HookedTransformerCo
     yield from _named(tensors, learned).items()
 
 
-def _experts(tensors: Mapping[str, Tensor], name: str, cfg: Any) -> Iterator[tuple[str, Tensor]]:
+def _experts(tensors: Mapping[str, Tensor], name: str, cfg: HookedTransformerConfig) -> Iterator[tuple[str, Tensor]]:
     """Experts are rows of one tensor: [expert, gate then up, d_model], in GPT-OSS [expert, d_model, gate and up in turn]."""
     gpt_oss = cfg.original_architecture == "GptOssForCausalLM"
     router = f"{name}.router" if gpt_oss else f"{name}.gate"
@@ -427,7 +428,7 @@ def _experts(tensors: Mapping[str, Tensor], name: str, cfg: Any) -> Iterator[tup
         if both is None or down is None:
             continue
         gate, up = (both[..., ::2], both[..., 1::2]) if gpt_oss else both.split(cfg.d_mlp, dim=1)
-        for expert in range(cfg.num_experts):
+        for expert in range(len(gate)):
             for ours, part in (("W_gate", gate[expert]), ("W_in", up[expert]), ("W_out", down[expert])):
                 yield f"mlp.experts.{expert}.{ours}.{kind}", part.T if gpt_oss and kind == "weight" else part
 
