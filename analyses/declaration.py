@@ -162,7 +162,7 @@ class Record:
 
     Attributes:
         id: unique within a batch: the ``id`` of its JSONL line, or file name and line number.
-        prompt: the prompt that is converted or analyzed; a chat, where the line has ``messages`` in its place.
+        prompt: the prompt that is converted or analyzed; a chat, where the line has ``messages`` or a ``question``.
         text: the text after the prompt, for analyses that need one; None if the input has none.
         fields: the other fields of its line, by name: ``answer``, ``rival``, ``corrupted`` ...
     """

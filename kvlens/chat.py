@@ -313,6 +313,8 @@ def _named_documents(documents: Any) -> list[tuple[str, str]]:
     if isinstance(documents, Mapping):
         return [(_text("the name of a document", name), _text(f"document {name}", text)) for name, text in documents.items()]
     documents = [documents] if isinstance(documents, str) else documents
+    if not isinstance(documents, Sequence):
+        raise KVLensError(f"documents: expected texts by name, or a list of texts, got {brief(documents)}")
     return [(f"document {i}", _text(f"document {i}", text)) for i, text in enumerate(documents, start=1)]
 
 

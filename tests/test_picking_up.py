@@ -148,7 +148,9 @@ def test_the_commands_of_readme_and_pages_run_one_after_the_other_in_an_empty_fo
         write(tmp_path / "chat.gguf")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Return a list of widgets."}\n{"prompt": "Sort the list."}\n')
     message = {"role": "user", "content": "the cat sat on the mat. where is the cat?"}
-    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": [message], "answer": "the mat"}))
+    asked = {"question": "is the mat red?", "documents": {"rooms.txt": "the mat is red. the cat is old."}, "answer": "red"}
+    chats = [{"messages": [message], "answer": "the mat"}, asked]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     pages = [README, ROOT / "docs/start.md", *sorted((ROOT / "docs/how-to").glob("*.md"))]
     lines = [line for page in pages for block in blocks("bash", page) for line in block.splitlines()]
     commands = [command for line in lines for command in line.split(" && ")]

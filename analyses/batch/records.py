@@ -70,9 +70,9 @@ def read_records(path: Path, text: str | None = None) -> Iterator[Record | BadLi
 
     Args:
         path: a folder (the content of every file in it, at any depth, is one prompt; hidden files are skipped), a ``.jsonl``
-            or ``.ndjson`` file (one object per line: ``prompt``, or the ``messages`` of a chat, and optionally ``text``,
-            ``id``, and fields of the analysis), a ``.json`` file (the messages of one chat), or any other file (one prompt per
-            line).
+            or ``.ndjson`` file (one object per line: ``prompt``, or the ``messages`` of a chat, or a ``question`` with
+            ``documents`` and ``system``, as :meth:`kvlens.Chat.ask` takes them, and optionally ``text``, ``id``, and fields of
+            the analysis), a ``.json`` file (the messages of one chat), or any other file (one prompt per line).
         text: the text for records without one.
 
     Raises:
@@ -110,7 +110,7 @@ def survey(path: Path, text: str | None = None, fields: Collection[str] = ()) ->
             _check_spelling(entry, fields, f"{path}, {'file' if path.is_dir() else 'line'} {number}")
             for name in (name for name in entry.fields if name not in fields):
                 own.setdefault(name, Counter()).update(_kind(entry.fields[name]))
-            prompt = entry.prompt if isinstance(entry.prompt, str) else entry.prompt.messages
+            prompt = entry.prompt if isinstance(entry.prompt, str) else repr(entry.prompt)  # with its documents and question
             parts = (entry.id, prompt, entry.text, entry.fields)
         hasher.update(json.dumps(parts, sort_keys=True).encode() + b"\n")
     if not seen:
@@ -207,14 +207,16 @@ def _from_json(where: str, line: str) -> Record | BadLine:
     if not isinstance(values, dict):
         return BadLine(where, f"expected an object with a prompt, got {type(values).__name__}")
     prompt, text, given = values.pop("prompt", None), values.pop("text", None), values.pop("id", where)
-    if "messages" in values:
-        if prompt is not None:
-            return BadLine(where, '"prompt" and "messages" are both given, and each is a whole prompt')
-        try:
+    if "messages" in values and prompt is not None:
+        return BadLine(where, '"prompt" and "messages" are both given, and each is a whole prompt')
+    try:
+        if "messages" in values:
             prompt = Chat(values.pop("messages"))
-        except KVLensError as error:
-            return BadLine(where, str(error))
-    elif not isinstance(prompt, str) or not prompt:
+        elif "question" in values and prompt is None:
+            prompt = Chat.ask(*(values.pop(name, None) for name in ("question", "documents", "system")))
+    except KVLensError as error:
+        return BadLine(where, str(error))
+    if not isinstance(prompt, Chat | str) or not prompt:
         return BadLine(where, '"prompt" is missing, empty, or not a string')
     if text is not None and (not isinstance(text, str) or not text):
         return BadLine(where, '"text" is empty or not a string')

@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 INCOMPLETE, BAD_INPUT = 1, 2
 EPILOG = """\
-PROMPTS is a JSONL file (one object per line: "prompt", or the "messages" of a chat, and optionally "text", "id" and fields of \
-the analysis; fields of your own become columns of the table), a .json file with the messages of one chat, any other \
-file with one prompt per line, or a folder with one prompt per file. FILE gets one row group per prompt, by model, then in the \
-order of the prompts, and kvlens.read_table("FILE") reads and checks it; FILE.errors.jsonl lists the lines and prompts \
-without rows, and --retry-failed runs those prompts again. Until the batch is complete, FILE.partial is a folder with the \
-results so far: the same command resumes a run that was interrupted or killed; only the prompts it was at, one a worker, are \
-run again."""
+PROMPTS is a JSONL file (one object per line: "prompt", or the "messages" of a chat, or a "question" with "documents" and \
+"system", and optionally "text", "id" and fields of the analysis; fields of your own become columns of the table), a .json \
+file with the messages of one chat, any other file with one prompt per line, or a folder with one prompt per file. FILE gets \
+one row group per prompt, by model, then in the order of the prompts, and kvlens.read_table("FILE") reads and checks it; \
+FILE.errors.jsonl lists the lines and prompts without rows, and --retry-failed runs those prompts again. Until the batch is \
+complete, FILE.partial is a folder with the results so far: the same command resumes a run that was interrupted or killed; \
+only the prompts it was at, one a worker, are run again."""
 EXAMPLE = "  kvlens analyse bias_by_head prompts.jsonl --model docs-linear --text ' The' --out table.parquet"
 EXAMPLE_VALUES = {
     "prompt": "Kaya feeds a donkey. Mira keeps a goat.",

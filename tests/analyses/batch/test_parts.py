@@ -275,6 +275,8 @@ def test_jsonl_by_hand(tmp_path):
         (b'{"prompt": "\xff"}', "not UTF-8 text"),
         *((f'{{"messages": {x}}}', "message 1: expected") for x in ('[{"role": "user"}]', "[]", "null")),
         ('{"messages": [{"role": "user", "content": "a"}], "prompt": "a"}', "both given"),
+        ('{"question": 3}', "question: expected a string"),
+        ('{"question": "Why?", "documents": 3}', "documents: expected texts by name, or a list of texts, got 3"),
     ],
 )
 def test_a_bad_line_is_named_and_the_rest_is_read(tmp_path, line, problem):
@@ -294,6 +296,17 @@ def test_chats(tmp_path):
         Record("1", Chat(messages), "T", {"about": "a"}),
         Record("p.jsonl:2", "b", "T"),
     ]
+    asked = {"question": "Why?", "documents": {"a.txt": "It is."}, "system": "Be kind."}
+    write(tmp_path / "q.jsonl", json.dumps(asked | {"about": "a"}), json.dumps({"question": "b", "prompt": "c"}))
+    chat = Chat.ask("Why?", {"a.txt": "It is."}, "Be kind.")
+    assert list(read_records(tmp_path / "q.jsonl")) == [
+        Record("q.jsonl:1", chat, None, {"about": "a"}),
+        Record("q.jsonl:2", "c", None, {"question": "b"}),  # a prompt with a field of its own
+    ]
+    hashes = set()
+    for line in (asked, {"messages": chat.messages}):  # the same words, of which other ones are units
+        hashes.add(survey(write(tmp_path / "q.jsonl", json.dumps(line))).sha256)
+    assert len(hashes) == 2
     alone = write(tmp_path / "chat.json", json.dumps(messages))
     assert list(read_records(alone)) == [Record("chat.json", Chat(messages))]
     before = survey(path).sha256
