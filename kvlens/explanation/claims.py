@@ -2,9 +2,9 @@
 
 *Claims* are the words of a response that depend on the prompt's units. A word depends on them if it falls by more than
 `DEPENDS` nats, all its tokens together, when every unit is gone. Claims are runs of such words, over gaps of one other word.
-They end at full stops, at commas (but for those inside a date), and at function words, unless both neighbors are names or
-numbers (``Bank of England``), and go on through adjacent capitals and digits. What has no content word, or none that is not in
-the question already, is no claim.
+They end with a line, at full stops, at commas (but for those inside a date), and at function words, unless both neighbors are
+names or numbers (``Bank of England``), and go on through adjacent capitals and digits. The number in front of a list's item is
+in none, nor is what has no content word, or none that is not in the question already.
 
 *Verdicts*: along the old response, its tokens given, the *firm difference* is the first token in whose place the model would
 say another and whose log-odds against that other one moved by at least `FIRM` nats. What moved less is style, and the old token
@@ -22,9 +22,11 @@ stays. From the firm difference on the text is generated anew. Verdicts on a cla
 Words are compared without case, accents and possessive endings.
 """
 
+import itertools
 import math
+import re
 import unicodedata
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,6 +40,7 @@ DEPENDS = 2.0
 """How many nats a word falls by that depends on the units."""
 STOPS = frozenset('.!?;:()[]{}"\u201c\u201d\u00ab\u00bb\u2026\u3002\uff01\uff1f|*#')
 ALIKE = str.maketrans("\u2019\u2010\u2011\u2012\u2013\u2014", "'-----")
+_ITEM = re.compile(r"^\s*(\d+)[.)]", re.MULTILINE)
 COMMAS = frozenset(",\uff0c\u3001")
 
 
@@ -82,9 +85,8 @@ def needs_account(word: Word, text: str, start: int, stop: int) -> bool:
         text: the response.
         start, stop: the word's characters there.
     """
-    line = text[text.rfind("\n", 0, start) + 1 : start]
-    is_number = text[start:stop].isdigit() and not line.strip() and text[stop : stop + 1] in (".", ")")
-    return (is_content(word) and not is_number) or (not text[:start].strip() and normal(word.text) == "no")
+    says_no = not text[:start].strip() and normal(word.text) == "no"
+    return says_no or (is_content(word) and not is_number_of_item(text, start, stop))
 
 
 def content_words(words: Iterable[Word], asked: Collection[str] = ()) -> tuple[str, ...]:
@@ -113,13 +115,31 @@ def claims_of(response: Response, falls: Sequence[float], question: frozenset[st
         falls: of each word, in nats.
         question: its content words.
     """
-    words = response.words
-    spans = _merged(_extended(words, *span) for span in _runs(words, falls))
     claims = []
-    for start, stop in spans:
-        if content_words(words[start:stop], question):
-            claims.append(claim_of(response, start, stop, sum(falls[start:stop]), question))
+    for first, last in lines_of(response):
+        words = response.words[first:last]
+        for start, stop in _merged(_extended(words, *span) for span in _runs(words, falls[first:last])):
+            if content_words(words[start:stop], question):
+                nats = sum(falls[first + start : first + stop])
+                claims.append(claim_of(response, first + start, first + stop, nats, question))
     return claims
+
+
+def lines_of(response: Response) -> Iterator[Span]:
+    """The words of each line, without the number of a list's item in front (``2. candles``)."""
+    places, text = places_of_words(response), response.text
+    starts = [i for i, (start, _) in enumerate(places) if i == 0 or "\n" in text[places[i - 1][1] : start]]
+    for first, last in itertools.pairwise([*starts, len(places)]):
+        yield first + is_number_of_item(text, *places[first]), last
+
+
+def is_number_of_item(text: str, start: int, stop: int) -> bool:
+    """Whether characters of a text are the number in front of a list's item: a 1, or one more than at a line before."""
+    before, behind = text[:start], text[stop:].partition("\n")[0]
+    if not text[start:stop].isdecimal() or before.rpartition("\n")[2].strip() or behind[:1] not in (".", ")"):
+        return False
+    number, others = int(text[start:stop]), map(int, _ITEM.findall(before))
+    return number - 1 in others or (number == 1 and bool(behind[1:].strip()))
 
 
 def claim_of(response: Response, start: int, stop: int, nats: float, question: frozenset[str]) -> Claim:

@@ -273,6 +273,9 @@ def test_numbers_of_lines_have_no_account_and_a_no_in_front_has():
     words = {word: Word(word, 0, 0, True) for word in places}
     needed = [word for word, at in places.items() if needs_account(words[word], text, at, at + len(word))]
     assert needed == ["3", "milk"] and needs_account(words["No"], "No, 3", 0, 2)
+    for text, number in (("12. They are", "12"), ("1.", "1"), ("1. Red\n1987. Blue", "1987")):  # answers, and no lists
+        at = text.index(number)
+        assert needs_account(Word(number, 0, 0, True), text, at, at + len(number))
 
 
 def test_a_message_of_two_pieces_is_one_document(model):

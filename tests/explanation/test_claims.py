@@ -79,6 +79,9 @@ def test_an_answer_of_white_space_alone_is_explained_by_its_signs():
         (["The", " war", " was", " lost", " by", " the", " man"], {"war": 5.0, "man": 5.0}, ["war", "man"]),
         (["会", "议", "在", "成", "都", "举", "行", "。"], {"在": 5.0, "成": 5.0, "都": 5.0}, ["成都"]),
         (["会议", "将在", "成都", "举行"], {"将在": 5.0}, []),
+        (["red", "\n", "Oak"], {"red": 5.0, "Oak": 5.0}, ["red", "Oak"]),
+        (["1", ".", " Red", " Oak", "\n", "2", ".", " Elm", "\n", "3", "."], {"Oak": 5.0, "2": 5.0, "3": 5.0}, ["Red Oak"]),
+        (["12", ".", " No", " more"], {"12": 5.0}, ["12"]),
     ],
 )
 def test_claims_are_the_words_that_fall(tokens, marked, claims):
