@@ -218,12 +218,17 @@ class Chat:
         tokens = self._tokens(model, text, ids)
         pieces: list[Passage] = []
         asked: list[Passage] = []
+        names: list[Passage] = []
         for turn, (_, sections) in enumerate(self._turns):
             for at, section in enumerate(sections):
+                if not section.text.strip():
+                    continue
+                start, stop = self._place(model, text, turn, at)
                 if section.name is not None or section.is_question:
-                    start, stop = self._place(model, text, turn, at)
                     (asked if section.name is None else pieces).append(Passage(section.name or "question", start, stop))
-        return Layout(text, tokens, tiled(spans), sorted(pieces, key=lambda piece: piece.start), asked)
+                else:
+                    names.append(Passage(f"the name of document {len(names) + 1}", start, stop))
+        return Layout(text, tokens, tiled(spans), sorted(pieces, key=lambda piece: piece.start), asked, names)
 
     def _place(self, model: KVModel, text: str, turn: int, at: int | None = None) -> Span:
         """The characters that the template makes of one section of a message, or of all of it."""

@@ -108,6 +108,7 @@ class Layout:
         spans: the characters of each token.
         pieces: what is cut.
         asked: what is not, but may be named as a given string: a chat's question.
+        names: the names of documents that stand in front of these, which are not cut either.
     """
 
     text: str
@@ -115,6 +116,7 @@ class Layout:
     spans: list[Span]
     pieces: list[Passage]
     asked: list[Passage]
+    names: Sequence[Passage] = ()
 
     def first(self, n: int) -> "Layout":
         """Its first ``n`` tokens."""
@@ -194,6 +196,12 @@ def cut(model: KVModel, layout: Layout, by: By) -> list[Unit]:
     if given and len(named) < len(by):
         raise KVLensError(f"by: {brief(_missing(by, named))} is less than a token; give more of the text around it")
     return [Unit(name, joined(texts[start:stop]), start, stop) for name, (start, stop) in named]
+
+
+def units_of_names(model: KVModel, layout: Layout) -> list[Unit]:
+    """The names of documents as units, which :func:`cut` leaves out."""
+    texts, spans = token_texts(model, layout.tokens), [NamedSpan(name, None, *span) for name, *span in layout.names]
+    return [Unit(name, joined(texts[start:stop]), start, stop) for name, (start, stop) in _numbered(spans, layout)]
 
 
 def positions_of(units: Sequence[Unit], n_tokens: int) -> Bool[Tensor, "unit pos"]:

@@ -2,6 +2,7 @@
 
 1. The prompt is cut into units; BOS, what a chat template writes and the question are in none: they stay (`kvlens.units`).
 2. The model answers, up to the token that ends its response (:mod:`~kvlens.explanation.runs`, where every run is made, once).
+   A document's name that has a word of the response is a unit from here on; other names stay.
 3. All units are removed, and the words that fall with them are the response's *claims* (:mod:`~kvlens.explanation.claims`).
    The one that the question asks for heads the page (:mod:`~kvlens.explanation.heading`).
 4. Each unit is removed, and what the model says then gives each claim its *verdict* (`Verdict`, beside claims). Of a prompt

@@ -55,9 +55,13 @@ class UnitSearch:
 
     def __init__(self, explaining: Explaining) -> None:
         self.explaining, self.runs = explaining, explaining.runs
-        self.everything = frozenset(range(len(explaining.units)))
         self.each: dict[int, Outcome] = {}
         self.together: dict[IndexSet, Outcome] = {}
+
+    @property
+    def everything(self) -> frozenset[int]:
+        """All units."""
+        return frozenset(range(len(self.explaining.units)))
 
     @property
     def n_first(self) -> int:

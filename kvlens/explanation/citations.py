@@ -3,7 +3,7 @@
 - *source*: the word is in a claim that is lost without one unit, with its gap kept and closed. The claim is cited by the
   numbers of all such units, which count from 1 in the order in which the response comes to them.
 - *together*: the claim is lost without several units, and without none of them alone.
-- *question*: the word is in no such claim, and the question has it, or what else is never removed, such as a document's name.
+- *question*: the word is in no such claim, and the question has it, or what else is never removed, as what a template writes.
 - *repeated*: a claim with sources before it has the word, and without any unit it is not said, nor does it fall where that
   claim is given: it is cited as that claim.
 - *follows*: likewise, but no claim has it: it follows from the words before it (``9 + 4 = 13``). It is cited by the units that

@@ -136,7 +136,7 @@ class Findings:
         claims: its claims, `CLAIM_COLUMNS`; the whole response as one where no word depends on the units.
         about: the number of the claim that heads the page.
         is_whole: whether that claim is the whole response.
-        units: `UNIT_COLUMNS`.
+        units: `UNIT_COLUMNS`, in the prompt's order; documents' names are among them where the response has a word of them.
         effects: `EFFECT_COLUMNS`.
         words: `WORD_COLUMNS`.
         citations: what each word of the response rests on, `CITATION_COLUMNS`.

@@ -25,8 +25,8 @@ from kvlens.explanation.claims import (
     verdict,
 )
 from kvlens.explanation.runs import ExplanationProgress, Outcome, Runs
-from kvlens.texts import Response
-from kvlens.units import Unit, positions_of
+from kvlens.texts import Response, Word
+from kvlens.units import Layout, Unit, positions_of
 
 SEPARATOR = "+"
 """What stands between the members of a set."""
@@ -61,6 +61,8 @@ class ReadPrompt:
         always_there: what is in no unit, in words.
         question: a chat's question, and the text that follows the prompt.
         n_prompt: how many tokens come before what the template writes for the answer, or before the text.
+        layout: the prompt before it was cut.
+        names: of documents; units where the response has a word of them.
     """
 
     tokens: Tensor
@@ -71,6 +73,8 @@ class ReadPrompt:
     always_there: tuple[str, ...]
     question: str
     n_prompt: int
+    layout: Layout
+    names: list[Unit]
 
 
 @dataclass(frozen=True)
@@ -170,10 +174,12 @@ class Explaining:
 
     def _question_words(self) -> frozenset[str]:
         """Content words of what is in no unit."""
-        text = Response.of(self.model, self.prompt[:0], self.prompt)
         in_unit = self.own.any(dim=0)
-        kept = (word for word in text.words if not bool(in_unit[word.start : word.stop].any()))
+        kept = (word for word in self.prompt_words() if not bool(in_unit[word.start : word.stop].any()))
         return frozenset(normal(word.text) for word in kept if is_content(word))
+
+    def prompt_words(self) -> tuple[Word, ...]:
+        return Response.of(self.model, self.prompt[:0], self.prompt).words
 
     def of_words(self, falls: Float[Tensor, " pos"]) -> list[float]:
         return [float(falls[word.start : word.stop].sum()) for word in self.response.words]

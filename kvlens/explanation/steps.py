@@ -1,8 +1,8 @@
 """`explain`, which takes the eight steps of :mod:`kvlens.explanation`, and ``kvlens analyse explanation``, for many prompts."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pandas as pd
@@ -14,14 +14,12 @@ from kvlens.analyses.attribution.answers import BY
 from kvlens.analyses.declaration import Option, analysis
 from kvlens.analyses.sequences import PromptTokens, TextTokens
 from kvlens.arguments import HOW_FAR, Depth, Positions
-from kvlens.chat import ROLES, Chat, as_prompt, one_sequence, prompt_layout
+from kvlens.chat import Chat, as_prompt, one_sequence, prompt_layout
 from kvlens.checks import Count, checked
 from kvlens.errors import brief
 from kvlens.explanation.by_unit import UnitSearch
 from kvlens.explanation.citations import documents_of
-from kvlens.explanation.claims import (
-    DEPENDS,
-)
+from kvlens.explanation.claims import DEPENDS, is_content, normal
 from kvlens.explanation.exchanges import MOST_LAYERS, exchange_layers, exchange_positions, places_of
 from kvlens.explanation.explained import STATEMENT_COLUMNS, found_by
 from kvlens.explanation.explaining import SEPARATOR, Explaining, ReadPrompt
@@ -30,8 +28,8 @@ from kvlens.explanation.presentation import answered, listed, quoted
 from kvlens.explanation.runs import MORE_TOKENS, PASS, Outcome
 from kvlens.explanation.view import Explained
 from kvlens.terminal import progress_bar
-from kvlens.texts import Response
-from kvlens.units import By, Layout, begins_with_bos, cut, pieces_of_tokens
+from kvlens.texts import WORD, Response
+from kvlens.units import By, Layout, Unit, begins_with_bos, cut, pieces_of_tokens, positions_of, units_of_names
 
 LONGEST_ASKED = 100
 """How many characters of the question, or of a text, are quoted where it is said to be never removed."""
@@ -140,13 +138,31 @@ def _read_prompt(model: KVModel, prompt: Any, text: Any, by: By) -> ReadPrompt:
             "text: the prompt's last token belongs to a unit; give what follows it, such as the question, as text="
         )
     follows = tokens[len(layout.tokens) :]
+    names = units_of_names(model, layout) if isinstance(by, str) else []
     rest = tuple(_always_there(model, layout, isinstance(by, str), follows))
     asked = [layout.text[piece.start : piece.stop] for piece in layout.asked]
     question = " ".join([*asked, *([Response.of(model, layout.tokens, follows).text] if len(follows) else [])])
     last = max(i for i, piece in enumerate(pieces_of_tokens(layout)) if piece is not None)
     n_prompt = min(last + 1, len(tokens) - 1)
     documents, unit_places = documents_of(layout, units, prompt)
-    return ReadPrompt(tokens, units, unit_places, documents, places_of(layout, len(tokens)), rest, question, n_prompt)
+    places = places_of(layout, len(tokens))
+    return ReadPrompt(tokens, units, unit_places, documents, places, rest, question, n_prompt, layout, names)
+
+
+def _with_names(read: ReadPrompt, names: Sequence[Unit]) -> ReadPrompt:
+    """A prompt with some documents' names as units, too."""
+    units = sorted([*read.units, *names], key=lambda unit: unit.start)
+    documents, places = documents_of(read.layout, units)
+    n = len(read.names)
+    before, left = _names_in_words(n, n), _names_in_words(n - len(names), n)
+    rest = tuple(filter(None, (left if each == before else each for each in read.always_there)))
+    return replace(read, units=units, unit_places=places, documents=documents, always_there=rest)
+
+
+def _names_in_words(n_left: int, n: int) -> str:
+    """Those names of documents that are in no unit; empty where there are none."""
+    which = "document's name" if n_left == 1 else "documents' names"
+    return f"the {'' if n_left == n else 'other '}{which}" if n_left else ""
 
 
 def _always_there(model: KVModel, layout: Layout, is_cut: bool, text: Tensor) -> Iterator[str]:
@@ -163,10 +179,8 @@ def _always_there(model: KVModel, layout: Layout, is_cut: bool, text: Tensor) ->
     else:
         for asked in layout.asked:
             yield f"the question ({quoted(layout.text[asked.start : asked.stop], LONGEST_ASKED)})"
-        documents = [piece for piece in layout.pieces if piece.name.split(" ")[0] not in ROLES]
-        n_named = sum(layout.text[: piece.start].endswith(f"{piece.name}:\n") for piece in documents)
-        if n_named:
-            yield "the document's name" if n_named == 1 else "the documents' names"
+        if layout.names:
+            yield _names_in_words(len(layout.names), len(layout.names))
     if len(text):
         said = quoted(Response.of(model, layout.tokens, text).text, LONGEST_ASKED)
         yield f"{'the beginning of the answer' if is_chat else 'the text'} ({said})"
@@ -210,6 +224,7 @@ class Steps(Explaining):
         tokens = self.runs.answer(MOST_TOKENS, self._said_so_far) if answer is None else answer
         response = self.response = Response.of(self.model, self.prompt, tokens)
         self.cut_after = len(tokens) if answer is None and not self.runs.ends(tokens) else None
+        self._cut_names()
         self.say(answered(response.text, self.cut_after))
         self.log_p = self.runs.begin(response)
         if bool(self.log_p.isnan().any()):
@@ -285,6 +300,17 @@ class Steps(Explaining):
             self._try_layers(number, anew=True)
         self.heading = number
         return self.found()
+
+    def _cut_names(self) -> None:
+        """Make a unit of each document's name that has a content word of the response which the question has not."""
+        asked = set(map(normal, WORD.findall(self.read.question)))
+        said = {normal(word.text) for word in self.response.words if is_content(word)} - asked
+        held = [word.start for word in self.prompt_words() if normal(word.text) in said]
+        names = [name for name in self.read.names if any(name.start <= start < name.stop for start in held)]
+        if names:
+            self.read = _with_names(self.read, names)
+            self.units, self.own = self.read.units, positions_of(self.read.units, len(self.prompt))
+            self.runs.own = self.own[:, :-1]
 
     def _said_so_far(self, tokens: list[int]) -> None:
         if self.hear is not None:

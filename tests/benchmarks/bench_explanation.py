@@ -84,9 +84,10 @@ def case_of(rows: list[dict[str, Any]], i: int, seed: int) -> dict[str, str] | N
     return {row["title"]: row["text"] for row in chosen}
 
 
-def accounted(found: Explained, answers: list[str], stating: list[int]) -> list[tuple[str, str]]:
+def accounted(found: Explained, answers: list[str], stating: list[int], names: list[int]) -> list[tuple[str, str]]:
     """The content words of the first, shortest run of a response's words that has a short answer, without those that the
-    question has, each with its account: ``stated`` of one that a stating sentence is a source of, whatever the account."""
+    question has, each with its account: ``stated`` of one that a stating sentence is a source of, whatever the account;
+    ``name`` likewise of a document's name that has the short answer."""
     words = found.words[found.words["start"] < found.words["stop"]]
     starts, stops = words["start"].tolist(), words["stop"].tolist()
     runs = ((i, i + n) for n in range(len(words)) for i in range(len(words) - n))
@@ -95,9 +96,17 @@ def accounted(found: Explained, answers: list[str], stating: list[int]) -> list[
     for word in words.iloc[first : last + 1].query("account != ''").itertuples():
         if has_answer(found.question, [word.text]):
             continue
-        own = cited[(cited["response_start"] <= word.start) & (cited["response_stop"] >= word.stop)]
-        kept.append((word.text, "stated" if set(own["unit"]) & set(stating) else word.account))
+        own = set(cited.loc[(cited["response_start"] <= word.start) & (cited["response_stop"] >= word.stop), "unit"])
+        account = "stated" if own & set(stating) else "name" if own & set(names) else word.account
+        kept.append((word.text, account))
     return kept
+
+
+def units_with(found: Explained, answers: list[str]) -> tuple[list[int], list[int]]:
+    """The sentences that have a short answer, and the documents' names that do."""
+    having = found.units[[has_answer(text, answers) for text in found.units["unit_text"]]]
+    is_name = having["name"].str.startswith("the name of ")
+    return having.loc[~is_name, "unit"].tolist(), having.loc[is_name, "unit"].tolist()
 
 
 def explained(
@@ -108,7 +117,7 @@ def explained(
     found = kvlens.explain(model, chat, depth=depth)
     seconds, processor = time.perf_counter() - began, time.process_time() - worked
     units = list(found.units[["start", "stop"]].itertuples(index=False, name=None))
-    stating = [i for i, text in enumerate(found.units["unit_text"]) if has_answer(text, row["answers"])]
+    stating, names = units_with(found, row["answers"])
     table = found.statements.query("about == 'units' and role == 'breaking' and gap == 'kept'")
     of_claims = [
         [list(map(int, parts.split("+"))) for parts in table.loc[table["claim"] == i, "parts"]] for i in found.claims["claim"]
@@ -160,7 +169,8 @@ def explained(
         "processor": processor,
         "n_again": len(chosen),
         "false": false,
-        "accounted": accounted(found, row["answers"], stating) if has_answer(found.response, row["answers"]) else [],
+        "names": names,
+        "accounted": accounted(found, row["answers"], stating, names) if has_answer(found.response, row["answers"]) else [],
         "without": found.without,
         "accounts": found.citations["account"].value_counts().to_dict(),
         "n_cited": n_cited,
@@ -185,7 +195,7 @@ def summary(cases: list[dict[str, Any]]) -> str:
     beside = [sum(not set(cause) & set(case["stating"]) for cause in case["causes"]) for case in right]
     n_again, false = sum(case["n_again"] for case in cases), sum(len(case["false"]) for case in cases)
     accounts = [{account for _, account in case["accounted"]} for case in right]
-    n_stated = sum(of <= {"stated", "memory"} for of in accounts)
+    n_stated, n_named = (sum(of <= {"stated", "memory", *more} for of in accounts) for more in ((), ("name",)))
     low, high = wilson(np.array([n_stated / len(right)]), len(right))
     alone = collections.Counter(parts for case in right for parts in case["layers"] if "+" not in parts)
     sizes = collections.Counter(case["layers"][0].count("+") + 1 if case["layers"] else 0 for case in right if case["causes"])
@@ -195,7 +205,8 @@ def summary(cases: list[dict[str, Any]]) -> str:
         f"short answer in a claim: {sum(case['short_in_claims'] for case in right)}; of any claim: {sum(any_claim)}; of the "
         f"heading claim: {sum(heading)}; in the heading claim itself: {sum(holds)}",
         f"all words of the short answer cite its sentence or are from memory: {n_stated} of {len(right)} "
-        f"({100 * low[0]:.0f} to {100 * high[0]:.0f} %); {dict(collections.Counter('+'.join(sorted(of)) for of in accounts))}",
+        f"({100 * low[0]:.0f} to {100 * high[0]:.0f} %), or a document's name that has it: {n_named}; "
+        f"{dict(collections.Counter('+'.join(sorted(of)) for of in accounts))}",
         f"causes beside it: {statistics.fmean(beside):.2f} a question",
         f"statements run again: {n_again}, false: {false}",
         f"marks run again: {sum(case['n_cited'] for case in cases)}, false: {sum(len(case['false_cited']) for case in cases)}",

@@ -175,7 +175,25 @@ def test_a_word_that_falls_too_little_for_a_claim_cites_the_sentence_that_loses_
     }
 
 
-def test_a_word_that_only_a_documents_name_has_is_not_said_to_be_of_the_question():
+@pytest.mark.filterwarnings("ignore:the model's vocabulary lacks")
+def test_a_documents_name_that_has_a_word_of_the_answer_is_a_source():
+    """It is removed, cited with its place in the prompt, and no longer said to be always there; other names are."""
+    model = kvlens.load("facts-gpt2")
+    model.tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    texts = {STORIES["one"][-29:]: STORIES["nothing"], "Kaya keeps what": "Pavel has a hen."}
+    found = kvlens.explain(model, kvlens.Chat.ask(QUESTION.strip(), texts), answer=" donkey", depth="units")
+    assert found.units["name"].tolist()[0] == "the name of document 1" and len(found.units) == 4
+    assert found.units["start"].is_monotonic_increasing and found.cause == (0,)
+    (row,) = found.citations.itertuples()
+    assert (row.unit, row.account, row.verdict) == (0, "source", LOST)
+    assert found.documents[row.document][row.document_start : row.document_stop] == "At night Kaya feeds a donkey.:"
+    assert found.always_there[1:] == ("the other document's name", "what the chat template writes")
+    assert '[1] the name of document 1 ("At night Kaya feeds a donkey.' in str(found)
+    other = kvlens.explain(model, kvlens.Chat.ask(QUESTION.strip(), texts), answer=" hen", depth="units")
+    assert len(other.units) == 3 and other.always_there[1] == "the documents' names"
+
+
+def test_a_word_of_what_is_never_removed_is_not_said_to_be_of_the_question():
     """Of the question are its own words, in any case, and a Chinese one that several characters of it make up."""
     rows = [("Moss", 0, 4), ("Trees", 8, 13), ("会议", 14, 16)]
     table = pd.DataFrame(rows, columns=["text", "response_start", "response_stop"]).assign(
