@@ -116,12 +116,13 @@ def _without_sources(found: Findings) -> Iterator[SourceLine]:
     rows = tuple(map(int, found.rows("units", "none").index))
     account = found.citations["account"]
     yield from _following(found, rows)
-    verdicts = set(found.citations.loc[account == SAID_ANYWAY, "verdict"])
-    if verdicts and verdicts <= {SAME, NEAR_TIES}:
-        ties = ", but for near ties" if NEAR_TIES in verdicts else ""
-        yield SourceLine("memory", f"Without any part of the prompt, the model gives the same answer{ties}.", rows)
-    elif said := _phrases(found, account == SAID_ANYWAY):
-        yield SourceLine("memory", f"Said without any part of the prompt, too: {some_named(said)}.", rows)
+    if (anyway := account == SAID_ANYWAY).any():
+        verdicts = set(found.citations.loc[anyway, "verdict"])
+        text = f"Said without any part of the prompt, too: {some_named(_phrases(found, anyway))}."
+        if verdicts <= {SAME, NEAR_TIES}:
+            ties = ", but for near ties" if NEAR_TIES in verdicts else ""
+            text = f"Without any part of the prompt, the model gives the same answer{ties}."
+        yield SourceLine("memory", text + _in_parts(found, anyway), rows)
     if of_words := _phrases(found, (account == FOLLOWS) & (found.citations["unit"] < 0)):
         text = f"Not said without any part of the prompt, but behind the words before, {_do_not_fall(of_words)}."
         yield SourceLine(FOLLOWS, text, rows)
@@ -133,6 +134,20 @@ def _without_sources(found: Findings) -> Iterator[SourceLine]:
     for whose, chosen in (("the question", in_question), ("what else is never removed", ~in_question)):
         if asked := _phrases(found, (account == IN_QUESTION) & chosen):
             yield SourceLine("", f"Words of {whose} have no mark: {some_named(asked)}.", ())
+
+
+def _in_parts(found: Findings, chosen: pd.Series) -> str:
+    """Which of some words stand in a part of the prompt as well; where none does, the parts say something else, or nothing."""
+    chosen = chosen & (found.citations["text"].map(normal) != "no")
+    parts, n = " ".join(found.units["unit_text"]), found.citations.loc[chosen, "text"].map(normal).nunique()
+    known = set(map(normal, WORD.findall(parts)))
+    stands = found.citations["text"].map(lambda text: normal(text) in known or (len(WORD.findall(text)) > 1 and text in parts))
+    these = "this word" if n == 1 else "these words"
+    if not (chosen & stands).any():
+        return f" No part has {these}." if n else ""
+    if not (chosen & ~stands).any():
+        return f" {'A part has' if n == 1 else 'The parts have'} {these} as well."
+    return f" Of these words the parts have {some_named(_phrases(found, chosen & stands))}."
 
 
 def _following(found: Findings, of_nothing: tuple[int, ...]) -> Iterator[SourceLine]:

@@ -24,7 +24,7 @@ from kvlens.explanation.citations import (
     needs_account,
 )
 from kvlens.explanation.claims import LOST, NOT_REACHED, OTHER_WORDS, PARTLY, SAME, Verdict, claim_of
-from kvlens.explanation.sources import _all_needed, _one_enough, sources_in_words
+from kvlens.explanation.sources import _all_needed, _in_parts, _one_enough, sources_in_words
 from kvlens.texts import Response, Word, _words
 from kvlens.units import cut, layout_of_tokens
 
@@ -205,6 +205,27 @@ def test_a_word_of_what_is_never_removed_is_not_said_to_be_of_the_question():
         "Words of the question have no mark: 'Trees 会议'.",
         "Words of what else is never removed have no mark: 'Moss'.",
     ]
+
+
+@pytest.mark.parametrize(
+    ("parts", "words", "said"),
+    [
+        (["The Louvre is in Paris."], ["Louvre", "Paris"], " The parts have these words as well."),
+        (["It is in PARIS."], ["Paris"], " A part has this word as well."),
+        (["It is in", "Paris's heart."], ["Louvre", "Paris"], " Of these words the parts have 'Paris'."),
+        (["It costs 3 euros."], ["cost"], " No part has this word."),
+        (["It costs 3 euros."], ["Louvre", "Paris"], " No part has these words."),
+        (["会议在成都举行。"], ["成都"], " A part has this word as well."),
+        (["It is open."], ["No"], ""),
+    ],
+)
+def test_whether_words_from_memory_stand_in_the_prompt_is_said(parts, words, said):
+    response = " ".join(words)
+    starts = [response.index(word) for word in words]
+    stops = [start + len(word) for start, word in zip(starts, words, strict=True)]
+    table = pd.DataFrame({"text": words, "response_start": starts, "response_stop": stops})
+    found = SimpleNamespace(units=pd.DataFrame({"unit_text": parts}), citations=table, response=response)
+    assert _in_parts(found, table["text"] != "") == said
 
 
 # --- by hand ------------------------------------------------------------------------------------------------------------------
