@@ -4,10 +4,11 @@
   numbers of all such units, which count from 1 in the order in which the response comes to them.
 - *together*: the claim is lost without several units, and without none of them alone.
 - *question*: the word is in no such claim, and the question has it, or what else is never removed, as what a template writes.
-- *repeated*: a claim with sources before it has the word, and without any unit it is not said, nor does it fall where that
-  claim is given: it is cited as that claim.
-- *follows*: likewise, but no claim has it: it follows from the words before it (``9 + 4 = 13``). It is cited by the units that
-  words before it in its sentence are cited by, and without which it is not said; by none if there are no such units.
+- *repeated*: a claim with sources before it has the word, and where that claim is given it is not lost without any unit: it is
+  cited as that claim.
+- *follows*: without any unit it is not said, nor does it fall where the words before it are given, of which no claim has it: it
+  follows from these (``9 + 4 = 13``). It is cited by the units that words before it in its sentence are cited by, and without
+  which it is not said; by none if there are no such units.
 - *memory*: without any unit the model says it, too.
 - *unfound*: without any unit it is lost, and no unit or set of units that was tried loses it.
 """
@@ -20,7 +21,7 @@ import pandas as pd
 
 from kvlens.analyses.declaration import Columns
 from kvlens.arguments import Span
-from kvlens.explanation.claims import NOT_REACHED, SAID, claim_of, needs_account, normal, places_of_words
+from kvlens.explanation.claims import GONE, NOT_REACHED, SAID, claim_of, needs_account, normal, places_of_words
 from kvlens.explanation.explaining import DocumentSpan, Explaining
 from kvlens.texts import WORD, Word
 from kvlens.units import Layout, Unit, spans_of
@@ -177,7 +178,7 @@ def _without_source(
     if name in explaining.question:
         return AccountedSpan(-1, i, i, IN_QUESTION)
     before = [n for n, claim in enumerate(claims) if sources[n] and claim.stop <= word.start and name in claim.words]
-    if verdict == NOT_REACHED and before:
+    if verdict not in GONE and before:
         return AccountedSpan(before[-1], i, i, SAID_BEFORE, sources[before[-1]])
     followed = [units for units in dict.fromkeys(cited) if len(units) == 1 and not _is_said_without(explaining, units[0], word)]
     if verdict == NOT_REACHED:

@@ -289,6 +289,15 @@ def test_a_word_that_is_not_said_without_a_source_before_it_follows_from_that():
     assert "Italy [follows]." in marked("".join(TOKENS), citations_of(by_hand(lost)))
 
 
+@pytest.mark.parametrize("verdict", [NOT_REACHED, OTHER_WORDS, SAME, LOST])
+def test_a_word_that_a_claim_with_sources_has_is_cited_as_that(verdict, monkeypatch):
+    """Also where it happens to be said without any part: ``12 [1] ... 30 + 12 [1]`` about two prices, and "12 dollars"."""
+    monkeypatch.setitem(WITHOUT, "rome", verdict)
+    table = citations_of(by_hand([(2, "0", LOST, 6.0)]))
+    account = "unfound" if verdict == LOST else "repeated"
+    assert table.loc[table["text"] == "Rome", "account"].tolist() == ["source", account]
+
+
 def test_a_claim_that_nothing_loses_is_accounted_word_by_word():
     table = citations_of(by_hand([]))
     assert (table["unit"] == -1).all() and table.loc[table["text"] == "milk", "account"].tolist() == ["unfound"]

@@ -204,7 +204,7 @@ def again(
 ACCOUNTED = {
     "source": GONE,
     "together": GONE,
-    "repeated": {NOT_REACHED},
+    "repeated": {NOT_REACHED} | SAID,
     "follows": {NOT_REACHED},
     "memory": SAID,
     "unfound": GONE,
