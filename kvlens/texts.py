@@ -171,7 +171,7 @@ FUNCTION_WORDS = {
             "their theirs them themselves there they through too under until very was wasn't we were weren't what when where "
             "which while who whom whose why will won't would you your yours yourself yourselves is isn't called named known "
             "located according based there's that's upon per via since because however therefore thus hence may might must "
-            "shall"
+            "shall sure certainly okay"
         ),
         de=(
             "aber alle allem allen aller alles als also am an auch auf aus bei beim bin bis bist da dabei dafür damit dann "

@@ -74,6 +74,7 @@ def test_an_answer_of_white_space_alone_is_explained_by_its_signs():
         (["It", " is", " in", " the", " house"], {"is": 5.0, "the": 5.0}, []),
         (["One", ".", " Two"], {"One": 5.0, "Two": 5.0}, ["One", "Two"]),
         (["falls", " little"], {"falls": 1.9}, []),
+        (["Sure", ",", " Madrid"], {"Sure": 5.0, "Madrid": 5.0}, ["Madrid"]),
         (["Das", " Fest", " ist", " im", " Garten", "."], {"Das": 3.0, "ist": 5.0, "im": 5.0, "Garten": 5.0}, ["Garten"]),
         (["Er", " wohnt", " in", " der", " Villa", " und", " kocht"], {"der": 5.0, "und": 5.0, "kocht": 5.0}, ["kocht"]),
         (["The", " war", " was", " lost", " by", " the", " man"], {"war": 5.0, "man": 5.0}, ["war", "man"]),
