@@ -249,7 +249,8 @@ def citations_again(model: Any, plain: Plain, found: Any, ends: Any) -> tuple[in
             here = found.words[(found.words["start"] >= cited.response_start) & (found.words["stop"] <= cited.response_stop)]
             claim = claim_of(response, int(here["word"].min()), int(here["word"].max()) + 1, 0.0, always)
             judged = verdict(claim, run.falls, run.differs, run.firm, text)
-            differs = row["gap"] == "kept" and abs(judged.fall - cited.nats) > 0.01
+            own = row["gap"] == "kept" and cited.account != "repeated"  # whose numbers are those of the claim before it
+            differs = own and abs(judged.fall - cited.nats) > 0.01
             if differs or judged.name not in ACCOUNTED[cited.account]:
                 false.append((statement, number, judged.name, judged.fall))
     return n, false

@@ -96,6 +96,20 @@ def test_every_mark_of_an_answer_is_true_in_plain_transformers(smollm2, plain):
     assert n >= len(found.citations) - (found.citations["account"] == "question").sum() and false == []
 
 
+@pytest.mark.slow
+def test_a_documents_name_is_a_source_and_its_mark_true_in_plain_transformers(smollm2, plain):
+    texts = {
+        "Cork oak": "The bark of this tree is harvested every nine years.",
+        "Spanish moss": "This plant grows upon larger trees in warm climates. It hangs from their branches, and has no roots.",
+    }
+    found = explain(smollm2, Chat.ask("Which plant hangs from the trees?", texts), depth="units")
+    (row,) = found.citations[found.citations["text"] == "Spanish Moss"].itertuples()
+    assert found.units["name"][row.unit] == "the name of document 2" and row.account == "source"
+    assert found.documents[row.document][row.document_start : row.document_stop] == "Spanish moss:"
+    n, false = citations_again(smollm2, plain, found, ending(smollm2, found))
+    assert n >= len(found.citations) - (found.citations["account"] == "question").sum() and false == []
+
+
 TWO_PARAGRAPHS = "Attending: Dr. Lee, Ann. We paid 3.5 euros.\n\nThe new office will be in Rotterdam. The lease ends in May.\n"
 OF_TWO_DOCUMENTS = Chat.ask(
     "In which city will the new office be?", {"minutes.txt": TWO_PARAGRAPHS, "notes.txt": "Tea was had."}, "Be brief. Be kind."
