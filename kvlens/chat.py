@@ -104,7 +104,8 @@ class Chat:
 
         Args:
             question: never removed, and no unit.
-            documents: name -> text; or texts, which are called "document 1" and so on.
+            documents: name -> text; or texts, which are called "document 1" and so on. A name is in no unit, except in an
+                explanation (:func:`kvlens.explain`) of an answer that has a word of it.
             system: the system's message, which is cut into units, too.
             marks: as of :class:`Chat`.
 

@@ -71,7 +71,8 @@ def explain(
         answer: the response that is explained, a string or tokens; None lets the model answer greedily, up to the token that
             ends its response, or `MOST_TOKENS` tokens, where it is cut off; behind a ``text``, which it continues, up to the
             end of a sentence.
-        by: what a unit is, as :func:`kvlens.chat.prompt_units` takes it.
+        by: what a unit is, as :func:`kvlens.chat.prompt_units` takes it; at a level such as "sentence" also the name of a
+            document that has a word of the response.
         depth: "units"; "ranges" exchanges layers, too: halves of them, and the halves of each range that loses the claim;
             "layers" each by itself in place of that; "heads" also the heads of the layers that lose the claim, "positions" in
             place of heads which positions of the prompt hold what the model reads there about the cause.
