@@ -29,9 +29,9 @@ Source: TransformerLens' ``ActivationCache.decompose_resid`` and ``logit_attrs``
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -58,7 +58,7 @@ def final_scale_name(model: KVModel) -> str:
     return FINAL_SCALE if model.cfg.normalization_type is not None else f"blocks.{model.cfg.n_layers - 1}.hook_resid_post"
 
 
-def final_scale(model: KVModel, cache: Any) -> Float[Tensor, "*batch pos 1"]:
+def final_scale(model: KVModel, cache: Mapping[str, Tensor]) -> Float[Tensor, "*batch pos 1"]:
     """s at every position of a run: what the final norm divided by; 1 for a model without one.
 
     Args:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 from transformer_lens.utilities import get_device
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvlens.arguments import check_device, path_of
 from kvlens.bridge import KVTransformerBridge
@@ -104,7 +105,9 @@ def _from_file(path: Path, verify: bool | None, dtype: torch.dtype = torch.float
     return _on_bridge(model, tokenizer, verify, device)
 
 
-def _on_bridge(model: Any, tokenizer: Any, verify: bool | None, device: Any = None) -> KVTransformerBridge:
+def _on_bridge(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, verify: bool | None, device: Any = None
+) -> KVTransformerBridge:
     check_device("load: device", device)
     return KVTransformerBridge.boot_transformers(model.to(device or get_device()), tokenizer=tokenizer, verify=verify)
 

@@ -143,7 +143,7 @@ def check_growth(folder: Path) -> None:
                 )
 
 
-def growth(part: Any) -> float:
+def growth(part: object) -> float:
     """How many times as long a part of a tokenizer.json makes a text at most, if what Unicode says of letters is left out."""
     total, parts = 1.0, [part]
     while parts and total <= MOST_GROWTH:

@@ -32,7 +32,6 @@ import math
 from collections.abc import Callable
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
 
 import pandas as pd
 import torch
@@ -250,7 +249,7 @@ def sizes(bias: KVBias, name: str) -> list[Float[Tensor, " _"]]:
     return _by_layer(bias, size)
 
 
-def _by_layer(bias: KVBias, figure: Callable[[Any], Float[Tensor, " head *rest"]]) -> list[Float[Tensor, " head *rest"]]:
+def _by_layer(bias: KVBias, figure: Callable[[State], Float[Tensor, " head *rest"]]) -> list[Float[Tensor, " head *rest"]]:
     """A figure of every head, on the scale of its part; for a layer without heads that of no head of another.
 
     Where a layer has two parts, rows of numbers of different length are padded with zeros.
@@ -263,7 +262,7 @@ def _by_layer(bias: KVBias, figure: Callable[[Any], Float[Tensor, " head *rest"]
     return [none if x is None else x for x in found]
 
 
-def _scaled(part: Any, stored: Float[Tensor, " head *rest"]) -> Float[Tensor, " head *rest"]:
+def _scaled(part: State, stored: Float[Tensor, " head *rest"]) -> Float[Tensor, " head *rest"]:
     if not isinstance(part, Features):
         return stored
     scale = part.log_scale[0].detach().double().repeat_interleave(part.n_heads // part.n_kv_heads)

@@ -18,7 +18,7 @@ included.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, cast
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -27,7 +27,6 @@ from torch import Tensor
 from kvlens import KVBias, KVModel, combine, convert_prompt, counterfactuals
 from kvlens.kv_bias import Layer
 from kvlens.memory import NUMBERS_PER_PASS
-from kvlens.model import ReadsPrompts
 from kvlens.units import begins_with_bos
 
 from ..predictions import text_logits
@@ -320,7 +319,7 @@ class HeadExchange(Exchange):
         starts, residuals = [min(of, default=self.own.n_layers) for of in layers] if first is None else first, list[Tensor]()
         with model.kv_bias(self._unchanged):
             text_logits(model, None, text, residuals)
-        done, holding = 0, cast(ReadsPrompts, model).holding  # without the checks of a bias that was attached once
+        done, holding = 0, model.holding  # without the checks of a bias that was attached once
         for start, rows in groupby(starts):
             n_rows = len(list(rows))
             for n in (len(some) for some in torch.arange(n_rows).chunk(-(-n_rows // per_pass))):

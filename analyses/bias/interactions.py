@@ -31,7 +31,6 @@ Source: ICLCA sec. 4 for the bias and its continuation; the decomposition is kvl
 """
 
 from collections.abc import Callable
-from typing import cast
 
 import pandas as pd
 import torch
@@ -40,7 +39,7 @@ from torch import Tensor
 
 from kvlens import KVBias, KVModel, carry_bias, combine, convert_prompt
 from kvlens.checks import checked
-from kvlens.model import ReadsPrompts, attention_parts
+from kvlens.model import attention_parts
 
 from ..declaration import Columns, analysis, tokens_field
 from ..registry import on_its_front_ends
@@ -146,7 +145,7 @@ def _numbers_read(model: KVModel, queries: _Queries, whole: KVBias) -> _Numbers:
 def _queries_of(model: KVModel, bias: KVBias, text: Int[Tensor, " pos"]) -> _Queries:
     """The queries of ``text`` after the prompt of ``bias``."""
     with model.kv_bias(bias):
-        read = cast(ReadsPrompts, model).read_queries(text[None])
+        read = model.read_queries(text[None])
     return [layer.q[0].double().cpu() for layer in read]
 
 

@@ -35,7 +35,7 @@ head did not shift the text? The prompt remains converted with its shift.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import pandas as pd
 import torch
@@ -395,6 +395,9 @@ def _identity_coefficients(model: KVModel) -> dict[tuple[str, int, str, int], Te
     return sources
 
 
+_Key = TypeVar("_Key")
+
+
 def _clean_run(
     model: KVModel, clean: KVBias, text: Int[Tensor, " pos"], metric: Metric
 ) -> tuple[float, dict[tuple[str, int, str, int], Tensor]]:
@@ -409,7 +412,7 @@ def _clean_run(
         return _values(metric, text_logits(model, None, text)[None])[0], sources
 
 
-def _keep(into: dict[Any, Tensor], key: object, x: Tensor, hook: object) -> None:
+def _keep(into: dict[_Key, Tensor], key: _Key, x: Tensor, hook: object) -> None:
     into[key] = x.clone()
 
 

@@ -164,7 +164,7 @@ class Circuit:
 
             {columns}
         """
-        left, rows = (self.estimates.abs() * self.kept).clone(), list[tuple[Any, ...]]()
+        left, rows = (self.estimates.abs() * self.kept).clone(), list[tuple[object, ...]]()
         while len(rows) < n and (found := self.graph.widest(left))[0] > 0:
             width, edges = found
             for edge in edges:

@@ -213,7 +213,7 @@ class Pass:
 def _on(stack: ExitStack, module: nn.Module, see: Callable[[Tensor], Tensor | None]) -> None:
     """Inside, ``see`` gets what comes out of a module, and may return what takes its place."""
 
-    def hook(module: nn.Module, args: object, out: Any) -> Any:
+    def hook(module: nn.Module, args: object, out: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...] | None:
         changed = see(out[0] if isinstance(out, tuple) else out)
         return None if changed is None else (changed, *out[1:]) if isinstance(out, tuple) else changed
 

@@ -21,7 +21,7 @@ Source: ICLCA sec. 5.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from einops import rearrange, repeat
@@ -31,7 +31,7 @@ from torch import Tensor
 from kvlens import HookedKVTransformer, KVBias, KVLensError, KVModel
 from kvlens.checks import Within, checked
 from kvlens.kv_bias import Keys
-from kvlens.model import HeadsRead, visit_heads
+from kvlens.model import HeadsRead, attention_parts, visit_heads
 from kvlens.texts import token_texts
 
 from ..bias.decomposition import bias_outputs, share_by_size
@@ -224,8 +224,8 @@ def _rows_of_text(
     features, b_d, log_scale, row = _weights(bias, layer)
     with model.kv_bias(bias):
         of_text = _pattern_under_bias(model, text, layer)
-        read = cast(Any, model).read_queries(text[None], range(row, row + 1))[0]
-    rule = cast(Any, model.layers()[layer].parts[0]).score_rule()
+        read = model.read_queries(text[None], range(row, row + 1))[0]
+    rule = attention_parts(model)[row].score_rule()
     positions = torch.arange(len(text), device=text.device)[None]
     phi = features.read(read.q, rule, positions, log_scale, b_d[..., None], b_d)
     n_heads = read.q.shape[2]

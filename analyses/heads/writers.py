@@ -20,7 +20,7 @@ TransformerLens' ``ActivationCache.logit_attrs``.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -142,7 +142,7 @@ class _HeldNorm:
         return (x * self.gain).reshape(-1, len(self.scale), x.shape[-1]) / self.scale + self.bias
 
 
-def _observe(stack: ExitStack, part: Any, see: Any) -> None:
+def _observe(stack: ExitStack, part: Any, see: Callable[[Tensor, Tensor, Tensor], None]) -> None:
     """Inside, ``see(q, k, v)`` is called with those of a layer as scored."""
     if not hasattr(part, "observe"):
         stack.callback(setattr, part.attn, "observer", part.attn.observer)
@@ -301,7 +301,7 @@ def head_by_writer(
         return _read(model, tokens, bias, texts, layer, head, at)
 
 
-def reading(model: KVModel, bias: KVBias | None) -> AbstractContextManager[Any]:
+def reading(model: KVModel, bias: KVBias | None) -> AbstractContextManager[object]:
     """Inside, a bias is attached, where there is one."""
     return nullcontext() if bias is None else model.kv_bias(bias)
 

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from torch import nn
+from transformer_lens.config import TransformerBridgeConfig
 from transformer_lens.factories.architecture_adapter_factory import SUPPORTED_ARCHITECTURES, ArchitectureAdapterFactory
 from transformer_lens.model_bridge.architecture_adapter import ArchitectureAdapter
 from transformer_lens.model_bridge.generalized_components import (
@@ -26,6 +27,8 @@ from transformer_lens.model_bridge.generalized_components import (
     UnembeddingBridge,
 )
 from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from kvlens.bridge.keywords import cache_among
@@ -48,11 +51,10 @@ class HybridBlockBridge(BlockBridge):
 
     hook_aliases: dict[str, object]
 
-    def set_original_component(self, original_component: nn.Module) -> None:
+    def set_original_component(self, original_component: GradientCheckpointingLayer) -> None:
         """Bind one layer of the Transformers model."""
         super().set_original_component(original_component)
-        held: Any = original_component
-        recurrent = has_mixer(held.self_attn)
+        recurrent = has_mixer(original_component.self_attn)
         kept = "linear_attn" if recurrent else "attn"
         del self.submodules["attn" if recurrent else "linear_attn"]
         aliases: dict[str, object] = {**self.hook_aliases, "hook_attn_out": f"{kept}.hook_out"}
@@ -67,12 +69,12 @@ class HybridAdapter(ArchitectureAdapter):
     model_type: ClassVar[str]
     supports_fold_ln = False
 
-    def __init__(self, cfg: Any) -> None:
+    def __init__(self, cfg: TransformerBridgeConfig) -> None:
         super().__init__(cfg)
         self._set_rms_rotary_defaults()
         self.cfg.attn_implementation = "eager"
         self.cfg.default_prepend_bos = False
-        self.weight_processing_conversions: dict[str, Any] = {}
+        self.weight_processing_conversions: dict[str, object] = {}
         self.component_mapping = {
             "embed": EmbeddingBridge(name="model.embed_tokens"),
             "blocks": HybridBlockBridge(
@@ -113,8 +115,8 @@ class _LengthOfAttention(MiniMaxCache):
 
 def _measured_by_attention(first: int, module: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
     """Before a pass: the length of a text is that in the cache of layer ``first``."""
-    cache: Any = cache_among(kwargs)
-    if cache.__class__ is MiniMaxCache:
+    cache = cache_among(kwargs)
+    if cache is not None and cache.__class__ is MiniMaxCache:
         cache.__class__ = _LengthOfAttention
         cache.first = first
 
@@ -128,7 +130,7 @@ class MiniMaxAdapter(HybridAdapter):
 
     model_type = "minimax"
 
-    def prepare_model(self, hf_model: Any) -> None:
+    def prepare_model(self, hf_model: PreTrainedModel) -> None:
         """Let masks of a decoded token span the text: see :class:`_LengthOfAttention`."""
         super().prepare_model(hf_model)
         kinds = hf_model.config.layer_types
@@ -136,7 +138,7 @@ class MiniMaxAdapter(HybridAdapter):
             first = kinds.index("full_attention")
             hf_model.register_forward_pre_hook(partial(_measured_by_attention, first), with_kwargs=True)
 
-    def __init__(self, cfg: Any) -> None:
+    def __init__(self, cfg: TransformerBridgeConfig) -> None:
         super().__init__(cfg)
         self.component_mapping["rotary_emb"] = RotaryEmbeddingBridge(name="model.rotary_emb", config=self.cfg)
 
@@ -155,11 +157,11 @@ class KimiLinearAdapter(HybridAdapter):
 
     model_type = "kimi_linear"
 
-    def __init__(self, cfg: Any) -> None:
+    def __init__(self, cfg: TransformerBridgeConfig) -> None:
         super().__init__(cfg)
         self.cfg.positional_embedding_type = "none"
 
-    def prepare_model(self, hf_model: Any) -> None:
+    def prepare_model(self, hf_model: PreTrainedModel) -> None:
         """TransformerLens reads Transformers' ``head_dim``, which is another number in latent attention."""
         super().prepare_model(hf_model)
         self.cfg.d_head = hf_model.config.v_head_dim
@@ -199,13 +201,13 @@ class RwkvAdapter(ArchitectureAdapter):
 
     supports_fold_ln = False
 
-    def __init__(self, cfg: Any) -> None:
+    def __init__(self, cfg: TransformerBridgeConfig) -> None:
         super().__init__(cfg)
         self.cfg.normalization_type = "LN"
         self.cfg.uses_rms_norm = self.cfg.final_rms = self.cfg.gated_mlp = False
         self.cfg.positional_embedding_type = "none"
         self.cfg.default_prepend_bos = False
-        self.weight_processing_conversions: dict[str, Any] = {}
+        self.weight_processing_conversions: dict[str, object] = {}
         mlp = {"in": LinearBridge(name="key"), "out": LinearBridge(name="value")}
         self.component_mapping = {
             "embed": EmbeddingBridge(name="model.embed_tokens"),

@@ -14,11 +14,11 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.model_bridge import TransformerBridge
-from transformers import PreTrainedModel
-from transformers.utils import TransformersKwargs
+from transformers import Cache, PreTrainedModel
+from transformers.utils import ModelOutput, TransformersKwargs
 
 from kvlens.base.text import without_own_bos
 from kvlens.bridge.comparison import check_processed, compare, predictions
@@ -210,7 +210,9 @@ class KVTransformerBridge(TransformerBridge):
             if next(self.original_model.parameters()).dtype == torch.float16:
                 state["_handles"].append(self.original_model.register_forward_hook(self._check_logits))
 
-    def _before_pass(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _before_pass(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[object, dict[str, object]]:
         """Set positions after the prompt, and attach the bias in every layer, for one pass of the Transformers model."""
         self._after_pass()
         bias = self.attached_kv_bias
@@ -241,7 +243,7 @@ class KVTransformerBridge(TransformerBridge):
                 "it in another way than the bridge's components do. Undo what replaced it, or detach the bias"
             )
 
-    def _check_logits(self, module: Any, args: object, output: Any) -> None:
+    def _check_logits(self, module: nn.Module, args: object, output: ModelOutput) -> None:
         """Raise KVLensError where a pass in float16 left that dtype's range: its logits are then NaN."""
         if bool(output.logits.isnan().any()):
             raise KVLensError(
@@ -280,7 +282,7 @@ class KVTransformerBridge(TransformerBridge):
     check_tokens = check_tokens
 
     def read_prompt(self, prompt: PromptBatch, with_queries: bool = False) -> PromptReading:
-        """See :meth:`kvlens.model.protocol.ReadsPrompts.read_prompt`."""
+        """See :meth:`kvlens.model.protocol.KVModel.read_prompt`."""
         tokens, mask, keeps_positions = prompt.tokens, prompt.mask, prompt.keeps_positions
         if self.attached_kv_bias is None:
             self._check_room(tokens.shape[1] - 1 if mask is None or keeps_positions else int(mask.sum(dim=1).max()) - 1, 0)
@@ -303,7 +305,7 @@ class KVTransformerBridge(TransformerBridge):
 
     @torch.no_grad()
     def read_queries(self, tokens: Int[Tensor, "batch pos"], layers: range | None = None) -> list[QueriesRead]:
-        """See :meth:`kvlens.model.protocol.ReadsPrompts.read_queries`; z before a gate, in float32 or better.
+        """See :meth:`kvlens.model.protocol.KVModel.read_queries`; z before a gate, in float32 or better.
 
         Raises:
             KVLensError: a layer scores keys in another way than its ``score_rule()`` says.
@@ -327,14 +329,16 @@ class KVTransformerBridge(TransformerBridge):
             read.append(QueriesRead(q.to(log_n), z / seen.get((part.layer, "gate"), torch.ones_like(z)).to(z), log_n))
         return read
 
-    def next_logits(self, tokens: Int[Tensor, "batch pos"], cache: Any = None) -> tuple[Float[Tensor, "batch d_vocab"], Any]:
-        """See :meth:`kvlens.model.protocol.ReadsPrompts.next_logits`."""
+    def next_logits(
+        self, tokens: Int[Tensor, "batch pos"], cache: Cache | None = None
+    ) -> tuple[Float[Tensor, "batch d_vocab"], Cache | None]:
+        """See :meth:`kvlens.model.protocol.KVModel.next_logits`."""
         output = self.original_model(tokens, **with_cache({"use_cache": True}, cache))
         return output.logits[:, -1], cache_among(output)
 
     @contextlib.contextmanager
     def holding(self, bias: KVBias) -> Iterator[None]:
-        """See :meth:`kvlens.model.protocol.ReadsPrompts.holding`."""
+        """See :meth:`kvlens.model.protocol.KVModel.holding`."""
         before, weights_then = self.attached_kv_bias, self.__dict__["_weights_then"]
         self._hold(bias)
         try:
@@ -460,14 +464,16 @@ class KVTransformerBridge(TransformerBridge):
 _signature = functools.cache(inspect.signature)
 
 
-def _given(method: Callable[..., Any], model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _given(
+    method: Callable[..., object], model: TransformerBridge, args: tuple[object, ...], kwargs: dict[str, object]
+) -> dict[str, Any]:
     """The arguments of a call of a model's method, by name."""
     given = _signature(method).bind(model, *args, **kwargs)
     return {name: value for name, value in given.arguments.items() if name not in ("self", "kwargs")} | given.kwargs
 
 
 @functools.cache
-def _taken(*passes: Callable[..., Any]) -> tuple[str, ...]:
+def _taken(*passes: Callable[..., object]) -> tuple[str, ...]:
     """The arguments of a pass: TransformerLens', the Transformers model's, and those that it takes without naming them."""
     own = [name for one in (TransformerBridge.forward, *passes) for name in inspect.signature(one).parameters]
     further = [

@@ -7,11 +7,11 @@ error goes unnoticed, so load a model of an untested family in float32 once. Nor
 tokens is applied.
 """
 
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
+from transformer_lens.model_bridge import TransformerBridge
+from transformers import PreTrainedModel
 
 from kvlens.bridge.parts import fingerprint_of, text_config
 from kvlens.bridge.table import SUPPORTED
@@ -27,14 +27,14 @@ median token."""
 ELSE = f"Try another release of TransformerLens, or take one of the tested families: {SUPPORTED}"
 
 
-def _rounding(model: Any) -> float:
+def _rounding(model: PreTrainedModel) -> float:
     """Return the rounding error of the coarsest dtype that a model computes in; in Transformers parts are always float32."""
     return max(torch.finfo(dtype).eps for dtype in {torch.float32, *(weight.dtype for weight in model.parameters())})
 
 
-def texts_of(model: Any) -> Int[Tensor, "text pos"]:
+def texts_of(model: PreTrainedModel) -> Int[Tensor, "text pos"]:
     """The texts on which a model is compared, given the Transformers model."""
-    config: Any = text_config(model)
+    config = text_config(model)
     n_ctx = int(getattr(config, "max_position_embeddings", None) or LONGEST)
     window = getattr(config, "sliding_window", None) or 0
     n = min(n_ctx, window + BEYOND if SHORTEST < window + BEYOND <= LONGEST else SHORTEST)
@@ -44,28 +44,27 @@ def texts_of(model: Any) -> Int[Tensor, "text pos"]:
 
 
 @torch.no_grad()
-def logits_of_transformers(model: nn.Module) -> Float[Tensor, "text pos d_vocab"]:
+def logits_of_transformers(model: PreTrainedModel) -> Float[Tensor, "text pos d_vocab"]:
     """What Transformers makes of the texts, without dropout.
 
     Raises:
         KVLensError: its numbers leave the range of its dtype.
     """
-    held: Any = model
-    was_training = held.training
+    was_training = model.training
     try:
-        logits: Tensor = held.eval()(texts_of(held)).logits
+        logits: Tensor = model.eval()(texts_of(model)).logits
     finally:
-        held.train(was_training)
+        model.train(was_training)
     if not bool(logits.isfinite().all()):
         raise KVLensError(
-            f"KVTransformerBridge: {type(model).__name__} in {held.dtype}: Transformers' own logits are not finite; load it "
+            f"KVTransformerBridge: {type(model).__name__} in {model.dtype}: Transformers' own logits are not finite; load it "
             "with a wider dtype, bfloat16 or float32"
         )
     return logits
 
 
 @torch.no_grad()
-def compare(model: Any, expected: Float[Tensor, "text pos d_vocab"]) -> None:
+def compare(model: TransformerBridge, expected: Float[Tensor, "text pos d_vocab"]) -> None:
     """Compare a bridge with the logits of Transformers.
 
     Args:
@@ -103,7 +102,7 @@ def compare(model: Any, expected: Float[Tensor, "text pos d_vocab"]) -> None:
 
 
 @torch.no_grad()
-def predictions(model: Any) -> Float[Tensor, "text pos d_vocab"]:
+def predictions(model: TransformerBridge) -> Float[Tensor, "text pos d_vocab"]:
     """Log-probabilities of a bridge on :func:`texts_of`, without a bias and without dropout."""
     was_training = model.original_model.training
     model.original_model.eval()
@@ -115,19 +114,19 @@ def predictions(model: Any) -> Float[Tensor, "text pos d_vocab"]:
         model.original_model.train(was_training)
 
 
-def check_processed(model: Any, before: Float[Tensor, "text pos d_vocab"]) -> None:
+def check_processed(model: TransformerBridge, before: Float[Tensor, "text pos d_vocab"]) -> None:
     """Raise KVLensError where processing the weights has changed :func:`predictions`."""
     leave = "Load it again, and leave its weights as they are: enable_compatibility_mode(no_processing=True)"
     _check(model, "a pass with processed weights", predictions(model), before, leave)
 
 
-def _converted(model: Any, prompt: Int[Tensor, "text pos"]) -> KVBias:
+def _converted(model: TransformerBridge, prompt: Int[Tensor, "text pos"]) -> KVBias:
     """The exact bias of a prompt; the fingerprint leaves out the weights, which take time to read."""
     read = PromptBatch(prompt, None, has_batch=True)
     return exact_bias(model.read_prompt(read), read, None, fingerprint_of(model, with_weights=False))
 
 
-def _check(model: Any, what: str, found: Tensor, expected: Tensor, instead: str = ELSE) -> None:
+def _check(model: TransformerBridge, what: str, found: Tensor, expected: Tensor, instead: str = ELSE) -> None:
     rounding = _rounding(model.original_model)
     off, whole = ((x.double()).norm(dim=-1) for x in (found - expected, expected))
     if rounding < 1e-6:

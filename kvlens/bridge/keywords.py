@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from jaxtyping import Bool, Int
 from torch import Tensor, nn
+from transformers import Cache
 
 ATTENTION = "past_key_values"
 """What attention calls it in earlier releases."""
 EARLIER = (ATTENTION, "layer_past", "cache_params")
 
 
-def cache_among(kwargs: Mapping[str, Any]) -> Any:
+def cache_among(kwargs: Mapping[str, Any]) -> Cache | None:
     """The cache among the keywords of a model, a layer or a part of one; None without one."""
     return next((kwargs[name] for name in ("cache", *EARLIER) if kwargs.get(name) is not None), None)
 
@@ -28,13 +29,13 @@ def take_earlier_names(model: nn.Module) -> None:
         model.register_forward_pre_hook(_by_new_name, with_kwargs=True)
 
 
-def with_cache(kwargs: Mapping[str, Any], cache: Any, name: str = ATTENTION) -> dict[str, object]:
+def with_cache(kwargs: Mapping[str, Any], cache: Cache | None, name: str = ATTENTION) -> dict[str, object]:
     """The keywords of a part, with another cache, by the name that TransformerLens looks for."""
     others = {key: given for key, given in kwargs.items() if key not in ("cache", *EARLIER)}
     return others if cache is None else {**others, name: cache}
 
 
-def _by_new_name(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _by_new_name(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> tuple[object, dict[str, object]]:
     return args, with_cache(kwargs, cache_among(kwargs), "cache")
 
 
@@ -53,7 +54,7 @@ def text_positions(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Int[Tensor
     return torch.arange(past, past + n, device=tokens.device)[None]
 
 
-def _length(cache: Any) -> int:
+def _length(cache: Cache | None) -> int:
     """Tokens that a cache holds; 0 where it has recurrent states alone, which do not count them."""
     try:
         return 0 if cache is None else int(cache.get_seq_length())

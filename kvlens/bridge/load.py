@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from transformer_lens.factories.architecture_adapter_factory import ArchitectureAdapterFactory
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.sources._bridge_builder import build_bridge_config_from_hf, configure_tokenizer
 from transformer_lens.model_bridge.sources.transformers_driver import TransformersDriver
 from transformer_lens.utilities import get_device
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvlens.bridge import adapters  # noqa: F401  (registers them)
 from kvlens.bridge.comparison import logits_of_transformers
@@ -51,7 +51,7 @@ Loaded = tuple[TransformerBridge, Float[Tensor, "text pos d_vocab"] | None]
 """A bridge, and the logits that it is compared with, if it is: see :mod:`kvlens.bridge.comparison`."""
 
 
-def wrapped(model: PreTrainedModel, *, tokenizer: Any = None, verify: bool = True) -> Loaded:
+def wrapped(model: PreTrainedModel, *, tokenizer: PreTrainedTokenizerBase | None = None, verify: bool = True) -> Loaded:
     """A bridge around ``model``, which keeps its device and dtype; with ``verify``, the logits that it is to be compared with.
 
     Raises:
@@ -85,11 +85,13 @@ class _NotScanned(TransformerBridge):
     """A bridge that does not look for its hook points: TransformerLens does so twice, which takes half of the time of loading,
     and :meth:`kvlens.KVTransformerBridge.of` finds all of them in the end."""
 
-    def _scan_existing_hooks(self, module: Any, prefix: str = "") -> None:
+    def _scan_existing_hooks(self, module: nn.Module, prefix: str = "") -> None:
         pass
 
 
-def _built(model: PreTrainedModel, config: Any, tokenizer: Any, name: str) -> TransformerBridge:
+def _built(
+    model: PreTrainedModel, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase | None, name: str
+) -> TransformerBridge:
     """Build the bridge as TransformerLens' ``build_bridge_from_module`` does, but its hook points are not registered."""
     weight = next(model.parameters())
     cfg = build_bridge_config_from_hf(config, type(model).__name__, name, weight.dtype)
@@ -161,7 +163,7 @@ def _from_files(folder: Path, n_stored: int, given: dict[str, Any]) -> PreTraine
     return placed
 
 
-def _tokenizer(folder: Path) -> Any:
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer as TransformerLens does: with a BOS where it has one."""
     try:
         return read_tokenizer(folder, add_bos_token=True)
@@ -173,10 +175,9 @@ def _language_model(model: PreTrainedModel) -> PreTrainedModel:
     """The language model of a model of images and text, with the same weights; other models as they are."""
     if model.config.model_type not in TEXT_PART:
         return model
-    held: Any = model
     with torch.device("meta"):
-        text: Any = AutoModelForCausalLM.from_config(model.config.get_text_config())
-    text.model, text.lm_head = held.model.language_model, held.lm_head
+        text = AutoModelForCausalLM.from_config(model.config.get_text_config())
+    text.model, text.lm_head = model.model.language_model, model.lm_head
     return text.train(model.training)
 
 

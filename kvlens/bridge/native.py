@@ -10,14 +10,13 @@ here, and is computed step by step as Transformers' eager attention does; else n
 | ``hook_attn_scores``, ``hook_pattern`` | [batch, head, pos, key], masked scores and their softmax |
 """
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformer_lens.conversion_utils.conversion_steps import RearrangeTensorConversion
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import LinearBridge
+from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
 from transformers import AttentionInterface
 
 from kvlens.errors import KVLensError
@@ -32,21 +31,20 @@ WITHOUT_EFFECT = {"cache_position", "output_attentions", "output_router_logits",
 """Keywords that reach Transformers' attention functions and change nothing in them."""
 
 
-def add_hook_points(component: nn.Module) -> None:
+def add_hook_points(component: GeneralizedComponent) -> None:
     """Give a bridge component that leaves attention to its Transformers module the hook points of the table above.
 
     A component without its projections (Nemotron-H's, which is made for a Mamba layer) gets those too: q, k, v and o.
     """
-    held: Any = component
-    if "o" not in held._modules:
+    if "o" not in component._modules:
         for name in "qkvo":
             projection = LinearBridge(name=f"{name}_proj")
-            projection.set_original_component(getattr(held.original_component, f"{name}_proj"))
-            setattr(held.original_component, f"{name}_proj", projection)
-            held.add_module(name, projection)
+            projection.set_original_component(getattr(component.original_component, f"{name}_proj"))
+            setattr(component.original_component, f"{name}_proj", projection)
+            component.add_module(name, projection)
     for name in NATIVE_POINTS:
-        if not isinstance(getattr(held, name, None), HookPoint):
-            setattr(held, name, rotated_point() if name in ROTATED else HookPoint())
+        if not isinstance(getattr(component, name, None), HookPoint):
+            setattr(component, name, rotated_point() if name in ROTATED else HookPoint())
 
 
 def rotated_point() -> HookPoint:
@@ -57,7 +55,7 @@ def rotated_point() -> HookPoint:
 
 
 def hooked_attention(
-    module: Any,
+    module: nn.Module,
     query: Float[Tensor, "batch head pos d_key"],
     key: Float[Tensor, "batch kv_head key d_key"],
     value: Float[Tensor, "batch kv_head key d_head"],

@@ -14,19 +14,22 @@ import json
 from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import (
+    BlockBridge,
     JointQKVAttentionBridge,
     JointQKVPositionEmbeddingsAttentionBridge,
     MLAAttentionBridge,
     PositionEmbeddingsAttentionBridge,
 )
+from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvlens.bridge.native import add_hook_points, rotated_point
 from kvlens.bridge.recurrent import RecurrentLayer, ShiftedMLP
@@ -91,7 +94,7 @@ class TokenwiseLayer(LayerPart):
 BridgePart = SoftmaxLayer | RecurrentLayer | ShiftedMLP | TokenwiseLayer
 
 
-def layers_of(bridge: Any) -> list[Block]:
+def layers_of(bridge: TransformerBridge) -> list[Block]:
     """The layers of a KVTransformerBridge."""
     found = []
     for number, parts in groupby(bridge.__dict__["_parts"], key=lambda part: part.layer):
@@ -103,29 +106,29 @@ def layers_of(bridge: Any) -> list[Block]:
     return found
 
 
-def _mlp_of(block: Any, end: str = "out") -> nn.Module | None:
+def _mlp_of(block: BlockBridge, end: str = "out") -> nn.Module | None:
     """What the output of a block's MLP comes out of, or what it reads goes into: the MLP, a norm behind it, or its projections
     where Transformers has no module around it (OPT)."""
-    mlp: Any = getattr(block, "mlp", None)
+    mlp = getattr(block, "mlp", None)
     if mlp is None:
         return None
     behind = _first_of(block.original_component, BEHIND_MLP) if end == "out" else None
     return behind or (mlp if mlp.name is not None else getattr(mlp, end))
 
 
-def text_config(model: nn.Module) -> Any:
+def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     """The part of a Transformers configuration that describes the language model."""
-    config: Any = model.config
+    config = model.config
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def refuse_encoders(family: str, config: Any) -> None:
+def refuse_encoders(family: str, config: PreTrainedConfig) -> None:
     """Raise KVLensError where a decoder reads an encoder."""
     if getattr(config, "is_encoder_decoder", False):
         raise _no_way(family, NO_STACK)
 
 
-def parts_of_bridge(bridge: Any) -> list[BridgePart]:
+def parts_of_bridge(bridge: TransformerBridge) -> list[BridgePart]:
     """What reads a bias in the layers of ``bridge``, layer by layer, attention before a state in the same layer.
 
     Raises:
@@ -141,30 +144,37 @@ def parts_of_bridge(bridge: Any) -> list[BridgePart]:
     return [part for layer in range(len(bridge.blocks)) for part in _parts(bridge, family, config, layer)]
 
 
-def _parts(bridge: Any, family: str, config: Any, layer: int) -> list[BridgePart]:
+def _parts(bridge: TransformerBridge, family: str, config: PreTrainedConfig, layer: int) -> list[BridgePart]:
     block = bridge.blocks[layer]
     name: str = next((name for name in RECURRENT if getattr(block, name, None) is not None), "")
-    recurrent: Any = getattr(block, name) if name else None
-    attn: Any = getattr(block, "attn", None)
+    recurrent = getattr(block, name) if name else None
+    attn = getattr(block, "attn", None)
     held = "" if recurrent is None else type(recurrent.original_component).__name__
     if recurrent is not None and has_mixer(recurrent.original_component):
         if attn is None:
             part = RecurrentLayer(recurrent, layer)
-            mlp: Any = getattr(block, "mlp", None)
+            mlp = getattr(block, "mlp", None)
             shifted = mlp is not None and type(mlp.original_component).__name__ in SHIFTED_MLPS
             return [part, ShiftedMLP(mlp, part)] if shifted else [part]
         return [_attention(bridge, family, config, layer, attn, None), RecurrentLayer(recurrent, layer, name)]
-    if held in TOKENWISE:
+    if recurrent is not None and held in TOKENWISE:
         return [TokenwiseLayer(recurrent, layer, bridge.cfg.d_model)]
     return [_attention(bridge, family, config, layer, recurrent if held in NATIVE else attn, recurrent)]
 
 
-def _attention(bridge: Any, family: str, config: Any, layer: int, attn: Any, recurrent: Any) -> SoftmaxLayer:
+def _attention(
+    bridge: TransformerBridge,
+    family: str,
+    config: PreTrainedConfig,
+    layer: int,
+    attn: GeneralizedComponent | None,
+    recurrent: GeneralizedComponent | None,
+) -> SoftmaxLayer:
     """The attention of a layer, ``attn``; or, in the place of it, ``recurrent``, for which there is no mixer."""
-    if not _is_shown(attn):
+    if attn is None or not _is_shown(attn):
         held = type(attn if recurrent is None else recurrent.original_component).__name__
         raise _no_way(family, f"layer {layer} ({held}) has neither a mixer in kvlens nor queries and scores in a known place")
-    module: Any = attn.original_component
+    module = attn.original_component
     clamped, gated = getattr(getattr(module, "config", None), "clip_qkv", None), getattr(attn, "hook_gate", None)
     if clamped is not None or gated is not None:
         what = "clamps queries, keys and values (clip_qkv)" if gated is None else "gates its output"
@@ -181,10 +191,8 @@ def _attention(bridge: Any, family: str, config: Any, layer: int, attn: Any, rec
     return SoftmaxLayer(attn, layer, sizes, _window(family, config, layer), "mixer" if attn is recurrent else "attn")
 
 
-def _is_shown(attn: Any) -> bool:
+def _is_shown(attn: GeneralizedComponent) -> bool:
     """Whether a component shows its scores and pattern, some of them opened up for it."""
-    if attn is None:
-        return False
     if type(attn.original_component).__name__ in NATIVE:
         add_hook_points(attn)
     elif isinstance(attn, JointQKVPositionEmbeddingsAttentionBridge):
@@ -194,26 +202,26 @@ def _is_shown(attn: Any) -> bool:
     return True
 
 
-def show_rotated(attn: Any) -> None:
+def show_rotated(attn: GeneralizedComponent) -> None:
     """Give rotary attention with one projection for queries, keys and values (GPT-NeoX, Phi-3) ``hook_rot_q`` and
     ``hook_rot_k``, [batch, pos, head or kv_head, d_head], which TransformerLens' component lacks."""
     attn.hook_rot_q, attn.hook_rot_k = rotated_point(), rotated_point()
     attn.__dict__["_apply_rotary_pos_emb"] = partial(_rotated, attn)
 
 
-def _rotated(attn: Any, *given: Tensor) -> tuple[Tensor, Tensor]:
+def _rotated(attn: GeneralizedComponent, *given: Tensor) -> tuple[Tensor, Tensor]:
     q, k = type(attn)._apply_rotary_pos_emb(attn, *given)
     return attn.hook_rot_q(q), attn.hook_rot_k(k)
 
 
-def _settle_latent(bridge: Any, attn: Any) -> None:
+def _settle_latent(bridge: TransformerBridge, attn: GeneralizedComponent) -> None:
     """Latent attention (DeepSeek-V3): values' own size in the configuration and at ``hook_z``, where TransformerLens takes
     Transformers' ``head_dim``, the rotated part of a key."""
     bridge.cfg.d_head = attn.original_component.v_head_dim
     attn.o.hook_in.hook_conversion.d_head = bridge.cfg.d_head
 
 
-def _window(family: str, config: Any, layer: int) -> int | None:
+def _window(family: str, config: PreTrainedConfig, layer: int) -> int | None:
     """How many tokens a query of a layer sees, including its own; None for all."""
     kinds = getattr(config, "layer_types", None)
     kind = kinds[layer] if kinds else None
@@ -225,7 +233,7 @@ def _window(family: str, config: Any, layer: int) -> int | None:
     return None
 
 
-def _check_rotary(family: str, config: Any) -> None:
+def _check_rotary(family: str, config: PreTrainedConfig) -> None:
     """Raise where angles depend on the length of the text: a prompt's keys would turn as the text grows."""
     rotary = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for one in [rotary, *(each for each in rotary.values() if isinstance(each, dict))]:
@@ -264,7 +272,7 @@ def measured(module: nn.Module, like: Tensor) -> tuple[Float[Tensor, " d_model"]
     Returns:
         gain, bias and whether it centers, of x -> (x - mean(x)) * gain + bias; in float64.
     """
-    norm: Any = getattr(module, "original_component", module)
+    norm = getattr(module, "original_component", module)
     weights = next(norm.parameters(), like)
     d_model = like.shape[0]
 
@@ -281,7 +289,7 @@ def measured(module: nn.Module, like: Tensor) -> tuple[Float[Tensor, " d_model"]
     return (there - back) / 2 * size / sign, (there + back) / 2, centers
 
 
-def ends_of(model: Any) -> Ends:
+def ends_of(model: TransformerBridge) -> Ends:
     """Return the ends of a KVTransformerBridge; the scale follows from what the final norm makes of x."""
     w_u, b_u = model.W_U, getattr(model, "b_U", None)
     factor = getattr(model.original_model.config, "lm_head_multiplier", 1.0)
@@ -300,7 +308,7 @@ def ends_of(model: Any) -> Ends:
     return Ends(model.blocks[0].hook_in, getattr(model, "pos_embed", None), w_u, b_u, weight, bias, centers, scale)
 
 
-def norms_around(model: Any, layer: int) -> tuple[LinearNorm | None, LinearNorm | None]:
+def norms_around(model: TransformerBridge, layer: int) -> tuple[LinearNorm | None, LinearNorm | None]:
     """The norms before and after a layer's heads, by what they compute; None where there are none."""
     like, found = model.W_U, _norms_of(model.blocks[layer])
 
@@ -312,7 +320,7 @@ def norms_around(model: Any, layer: int) -> tuple[LinearNorm | None, LinearNorm 
     return before, behind
 
 
-def _norms_of(block: Any) -> Norms:
+def _norms_of(block: BlockBridge) -> Norms:
     """The norms of a block, by their names in Transformers.
 
     ``post_attention_layernorm`` comes after the attention in blocks that have a norm after the MLP too (Gemma 2 and 3, OLMo 2),
@@ -342,7 +350,7 @@ WITHOUT_EFFECT = {
 """Fields of a Transformers configuration that change no activation of a text model. All others count."""
 
 
-def fingerprint_of(bridge: Any, with_weights: bool = True) -> Fingerprint:
+def fingerprint_of(bridge: TransformerBridge, with_weights: bool = True) -> Fingerprint:
     """Structure and current weights. Reads every weight if one has changed since the last time, unless they are left out."""
     cfg, config = bridge.cfg, text_config(bridge.original_model)
     parts = bridge.__dict__["_parts"]
@@ -379,18 +387,18 @@ def fingerprint_of(bridge: Any, with_weights: bool = True) -> Fingerprint:
     )
 
 
-def sizes_of(parts: Sequence[Any]) -> HeadSizes:
+def sizes_of(parts: Sequence[BridgePart]) -> HeadSizes:
     """The heads of the attention layers; of a model without them, those of its states."""
     for part in parts:
         if isinstance(part, SoftmaxLayer):
             return part.sizes
-    mixer = parts[0].mixer
+    mixer = next(part.mixer for part in parts if isinstance(part, RecurrentLayer))
     return HeadSizes(mixer.n_heads, mixer.n_heads, mixer.d_v, mixer.d_v)
 
 
-def _weights(bridge: Any) -> dict[str, Tensor]:
+def _weights(bridge: TransformerBridge) -> dict[str, Tensor]:
     """Each weight once, by the name that it has in Transformers, or in the bridge where it was split there."""
-    once: dict[tuple[Any, ...], tuple[str, Tensor]] = {}
+    once: dict[tuple[object, ...], tuple[str, Tensor]] = {}
     for name, value in bridge.original_model.state_dict().items():
         clean = name.replace("_original_component.", "")
         key = (value.data_ptr(), tuple(value.shape), value.stride())

@@ -72,7 +72,7 @@ class QuickBlock(BlockBridge):
         return held["_original_component"](*args, **self._filter_kwargs_for_forward(kwargs, len(args)))
 
     def _filter_kwargs_for_forward(self, kwargs: dict[str, Any], num_positional_args: int = 0) -> dict[str, object]:
-        module: Any = self.original_component
+        module = self.original_component
         if "forward" not in module.__dict__ and _takes_any_keyword(type(module).forward):
             return kwargs
         return super()._filter_kwargs_for_forward(kwargs, num_positional_args)
@@ -92,11 +92,11 @@ CHANGED = {
 """Each class, what it takes the place of, and the methods that a subclass of that must not have changed."""
 
 
-QUICK: dict[type[nn.Module], Any] = {}
+QUICK: dict[type[nn.Module], type[nn.Module] | None] = {}
 """What takes the place of each class that was seen; None where nothing does."""
 
 
-def _quick(kind: type[nn.Module]) -> Any:
+def _quick(kind: type[nn.Module]) -> type[nn.Module] | None:
     """The class that takes the place of ``kind``, under its name."""
     for quick, (plain, methods) in CHANGED.items():
         if issubclass(kind, plain) and all(getattr(kind, name) is getattr(plain, name) for name in methods):
@@ -110,5 +110,4 @@ def quicken(bridge: nn.Module) -> None:
         kind = type(module)
         if kind not in QUICK:
             QUICK[kind] = _quick(kind)
-        if QUICK[kind] is not None:
-            module.__class__ = QUICK[kind]
+        module.__class__ = QUICK[kind] or kind

@@ -16,6 +16,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
+from transformer_lens.model_bridge import TransformerBridge
+from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+from transformers import Cache
 
 from kvlens.bridge.keywords import cache_among, hidden
 from kvlens.errors import KVLensError
@@ -41,14 +44,13 @@ class RecurrentLayer(Part):
 
     keeps_state = True
 
-    def __init__(self, component: nn.Module, layer: int, name: str = "attn"):
-        held: Any = component
-        self.component, self.layer, self.name = held, layer, name
-        self.mixer: Mixer = mixer_for(held.original_component, layer)
+    def __init__(self, component: GeneralizedComponent, layer: int, name: str = "attn"):
+        self.component, self.layer, self.name = component, layer, name
+        self.mixer: Mixer = mixer_for(component.original_component, layer)
         self._given: OrderedDict[int, RecurrentState] = OrderedDict()
         self.always_by_mixer = False
-        self._forward_of_bridge = held.forward
-        held.__dict__["forward"] = self.forward  # a component hands attributes that it does not know on to the module
+        self._forward_of_bridge = component.forward
+        component.__dict__["forward"] = self.forward  # a component hands attributes that it does not know on to the module
 
     @property
     def n_heads(self) -> int:
@@ -74,10 +76,10 @@ class RecurrentLayer(Part):
         The state continues the bias as changed by hooks.
         """
 
-        def see_bias(module: Any, args: object, b_kv: Tensor) -> None:
+        def see_bias(module: nn.Module, args: object, b_kv: Tensor) -> None:
             seen[self.layer, "b_kv"] = b_kv
 
-        def see_state(module: Any, args: object, output: tuple[Tensor, RecurrentState]) -> None:
+        def see_state(module: nn.Module, args: object, output: tuple[Tensor, RecurrentState]) -> None:
             after, n = output[1], output[0].shape[0]
             total = after._replace(b_kv=seen.pop((self.layer, "b_kv"), None)).total()
             assert total is not None
@@ -133,7 +135,7 @@ class RecurrentLayer(Part):
             setattr(cache, STATES, {**states, self.layer: after})
         return self.mixer.as_module_returns(self.component.hook_out(output))
 
-    def _first_state(self, cache: Any) -> RecurrentState:
+    def _first_state(self, cache: Cache | None) -> RecurrentState:
         """The state before a pass whose cache has no state of this layer's mixer."""
         given = next(reversed(self._given.values()), RecurrentState())
         if self.mixer.is_in_cache(cache):
@@ -155,14 +157,13 @@ class ShiftedMLP(Part):
         recurrent: the recurrent part of the same layer.
     """
 
-    def __init__(self, component: nn.Module, recurrent: RecurrentLayer):
-        held: Any = component
-        self.component, self.layer, self.name = held, recurrent.layer, "mlp"
+    def __init__(self, component: GeneralizedComponent, recurrent: RecurrentLayer):
+        self.component, self.layer, self.name = component, recurrent.layer, "mlp"
         self.first_channel = recurrent.mixer.conv_channels
         self.hook_conv_state = HookPoint()
         self._given: OrderedDict[int, Tensor] = OrderedDict()
         self._seen: OrderedDict[int, dict[tuple[int, str], Tensor]] = OrderedDict()
-        held.__dict__["forward"] = self.forward
+        component.__dict__["forward"] = self.forward
 
     def hook_points(self) -> dict[str, HookPoint]:
         """The input before the first token, as read, [batch or 1, 1, d_model]."""
@@ -199,7 +200,7 @@ class ShiftedMLP(Part):
         return output
 
 
-def _is_left_to_transformers(component: Any, cache: Any) -> bool:
+def _is_left_to_transformers(component: GeneralizedComponent, cache: Cache | None) -> bool:
     """Whether a component that can compute a layer step by step must not: with a cache, whose new name it does not know, or
     where it needs a function that Transformers 5 no longer keeps in the module."""
     can = hasattr(type(component), "_native_forward")
@@ -239,7 +240,10 @@ class LayerMemory(NamedTuple):
 
 @torch.no_grad()
 def read_memory(
-    model: Any, tokens: Int[Tensor, " pos"], kept: Bool[Tensor, " pos"] | None = None, keeps_positions: bool = True
+    model: TransformerBridge,
+    tokens: Int[Tensor, " pos"],
+    kept: Bool[Tensor, " pos"] | None = None,
+    keeps_positions: bool = True,
 ) -> list[LayerMemory]:
     """What each token of a prompt leaves in the states of the recurrent layers, after any attached bias.
 

@@ -28,13 +28,15 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge.generalized_components import MLAAttentionBridge
+from transformer_lens.model_bridge.generalized_components.base import GeneralizedComponent
+from transformers import Cache
 
 from kvlens.bridge.keywords import cache_among, with_cache
 from kvlens.bridge.native import NAME, NATIVE_POINTS, OWNER, VALUES_HOOK
 from kvlens.components import LayerBias, Normalizers, Remembered, is_hooked
 from kvlens.kv_bias import Features, Keys, KVBias
 from kvlens.kv_bias.features import in_use
-from kvlens.model.protocol import Form, HeadMatrices, Part, ReadPoint
+from kvlens.model.protocol import Form, HeadMatrices, ReadPoint, ScoredPart
 from kvlens.ops.softmax_attention import ScaledFeatures, ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule, distance_scores, scaled_exp, virtual_key_scores
 
@@ -67,7 +69,7 @@ class BiasColumns(NamedTuple):
     added: Float[Tensor, "#batch #head #pos column"]
 
 
-class SoftmaxLayer(Part):
+class SoftmaxLayer(ScoredPart):
     """One softmax layer, or the attention of a layer that has a recurrent state too.
 
     Args:
@@ -78,9 +80,10 @@ class SoftmaxLayer(Part):
         component_name: what its block calls the component.
     """
 
-    def __init__(self, attn: nn.Module, layer: int, sizes: HeadSizes, window: int | None = None, component_name: str = "attn"):
-        self.attn: Any = attn
-        self.component = self.attn
+    def __init__(
+        self, attn: GeneralizedComponent, layer: int, sizes: HeadSizes, window: int | None = None, component_name: str = "attn"
+    ):
+        self.attn = self.component = attn
         self.layer, self.sizes = layer, sizes
         held = self.attn.original_component
         scale = 1 / getattr(held, "scaling", sizes.d_key**-0.5)
@@ -270,7 +273,9 @@ class SoftmaxLayer(Part):
         is_shared = bool((added == added[:, :1]).all())
         return added[:, :1] if is_shared else added.repeat_interleave(self.n_heads // added.shape[1], dim=1)
 
-    def _mask(self, mask: Tensor | None, hidden: Float[Tensor, "batch pos d"], cache: Any, wanted: bool) -> Tensor | None:
+    def _mask(
+        self, mask: Tensor | None, hidden: Float[Tensor, "batch pos d"], cache: Cache | None, wanted: bool
+    ) -> Tensor | None:
         """The mask, to be added to scores if that is wanted, with what is added to those of the bias behind it."""
         columns, lowest = self._columns, _lowest(hidden.dtype)
         is_whole = isinstance(mask, Tensor) and mask.dim() == 4
@@ -362,15 +367,16 @@ class SoftmaxLayer(Part):
         is_latent = hasattr(self.attn.original_component, "kv_a_proj_with_mqa")
         if "gate" in self.attention_points() or self.sizes.d_key != self.sizes.d_head or is_latent:
             return None
-        found: list[Any] = [getattr(self.attn, name, None) for name in ("W_Q", "W_K", "W_V")]
-        if any(weight is None for weight in found):
+        names = ("W_Q", "W_K", "W_V")
+        if not all(hasattr(self.attn, name) for name in names):
             return None  # the bridge has no name for them (Nemotron-H)
+        found = [getattr(self.attn, name) for name in names]
         w_q, w_k, w_v = (weight.repeat_interleave(self.n_heads // len(weight), dim=0) for weight in found)
         return HeadMatrices(w_q, w_k, w_v, self.output_weights())
 
     def output_weights(self) -> Float[Tensor, "head d_head d_model"]:
         """W_O of each head."""
-        weights: Any = self.output.weight
+        weights: Tensor = self.attn.o.original_component.weight
         rows = "(head d) model" if type(self.output).__name__ == "Conv1D" else "model (head d)"
         return rearrange(weights, f"{rows} -> head d model", head=self.sizes.n_heads)
 
@@ -410,7 +416,7 @@ class _Cache:
     """Takes the place of a cache, if there is one: the component finds all keys and values in it, those of the bias too."""
 
     layer: SoftmaxLayer
-    cache: Any
+    cache: Cache | None
 
     def update(self, k: Tensor, v: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         k, v = self.layer.keys(k), self.layer.values(v)

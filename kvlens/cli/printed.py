@@ -64,7 +64,7 @@ def _wrapped(text: str, indent: str = "") -> str:
     return textwrap.fill(together, WIDTH, subsequent_indent=indent, break_on_hyphens=False).replace("\N{NO-BREAK SPACE}%", " %")
 
 
-def _lost_by_unit(found: Explained) -> Any:
+def _lost_by_unit(found: Explained) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     shown = found.units[found.units["alone"]].nlargest(MOST_ROWS, "effect").sort_values("unit")
     room = WIDTH - BAR - 12 - max(map(len, shown["verdict"]), default=0)  # 12: the number, and a blank on each side of a column

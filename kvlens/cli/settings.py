@@ -13,13 +13,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from kvlens.arguments import check_device, path_of
 from kvlens.checks import Within, ensure, from_fields
 from kvlens.errors import KVLensError, check_known
 from kvlens.files import work_on
 from kvlens.terminal import how_it_ended, terminal_width, visible
+
+if TYPE_CHECKING:
+    from kvlens.papers.harness.run import Experiment
 
 
 def add_settings(command: argparse.ArgumentParser, flag: str, help: str) -> None:  # noqa: A002
@@ -195,7 +198,7 @@ def _reproduce(args: argparse.Namespace) -> int:
     return 0
 
 
-def _run(experiment: Any, args: argparse.Namespace, folder: Path) -> None:
+def _run(experiment: "Experiment", args: argparse.Namespace, folder: Path) -> None:
     """Run one experiment, write its results to ``folder`` and print them."""
     from kvlens.papers.harness.learned import keeping_runs
     from kvlens.papers.harness.run import EXPERIMENT_FOLDER, write_experiment
@@ -221,7 +224,7 @@ def _command(name: str, args: argparse.Namespace) -> str:
     return shlex.join(["kvlens", "reproduce", name, *scale, *model, *(["--set", *args.set] if args.set else [])])
 
 
-def _with_settings(experiment: Any, args: argparse.Namespace, settings: dict[str, Any]) -> Any:
+def _with_settings(experiment: "Experiment", args: argparse.Namespace, settings: dict[str, Any]) -> "Experiment":
     """The experiment with the settings of its scale changed by --model, --tokenizer and --set."""
     from kvlens.papers.harness.run import with_settings
 

@@ -26,7 +26,7 @@ import inspect
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -54,7 +54,7 @@ from kvlens.errors import KVLensError, check_known, nearest, nearest_name, warn
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.kv_bias.fit import Recall, of_sum
 from kvlens.model import HookedKVTransformer, attention_parts
-from kvlens.model.protocol import KVModel, ReadsPrompts
+from kvlens.model.protocol import Hooks, KVModel
 from kvlens.terminal import progress_bar
 from kvlens.units import layout_of_tokens
 
@@ -73,7 +73,7 @@ def convert_prompt(
     positions: Positions = "kept",
     initial: KVBias | None = None,
     prepend_bos: bool | None = None,
-    fwd_hooks: Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]] = (),
+    fwd_hooks: Hooks = (),
     detach: bool = True,
     segment_length: Count | None = None,
     on_progress: Callable[[float], None] | None = None,
@@ -163,7 +163,7 @@ def convert_prompt(
         _warn_of_length(model, tokens, old)
         if is_softmax:
             bar = _bar(verbose, on_progress)
-            bias, whole = _convert_softmax(cast(ReadsPrompts, model), tokens, old, fingerprint, way, fwd_hooks, bar)
+            bias, whole = _convert_softmax(model, tokens, old, fingerprint, way, fwd_hooks, bar)
             bias = bias if tokens.has_batch or (old is not None and not old.single) else bias.select_prompt(0)
         else:
             assert isinstance(model, HookedKVTransformer)
@@ -304,12 +304,12 @@ def _warn_of_length(model: KVModel, prompt: PromptBatch, old: KVBias | None) -> 
 
 
 def _convert_softmax(
-    model: ReadsPrompts,
+    model: KVModel,
     prompt: PromptBatch,
     old: KVBias | None,
     fingerprint: Fingerprint,
     method: ConversionMethod,
-    fwd_hooks: Sequence[Any],
+    fwd_hooks: Hooks,
     bar: contextlib.AbstractContextManager[Callable[[str, float], None]],
 ) -> tuple[KVBias, KVBias]:
     """The bias, and the exact bias of this prompt alone, both with a batch axis."""
@@ -327,7 +327,7 @@ def _convert_softmax(
     return bias if old is None else _on_top_of(old, bias), exact.bias
 
 
-def _check_approximation(model: ReadsPrompts, fingerprint: Fingerprint, method: Approximation) -> None:
+def _check_approximation(model: KVModel, fingerprint: Fingerprint, method: Approximation) -> None:
     """Raise KVLensError if the method does not support the model."""
     method.check_model(model)
     if fingerprint.layers_differ or not attention_parts(model):

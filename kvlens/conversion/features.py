@@ -41,7 +41,7 @@ from kvlens.conversion.method import MEASURING, READING, SAMPLING, Approximation
 from kvlens.conversion.prompt_pass import ConvertedExactly
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import EluFeatures, Features, KVBias, LearnedFeatures, RandomFeatures, SoftmaxFeatures, TaylorFeatures
-from kvlens.model.protocol import ReadsPrompts
+from kvlens.model.protocol import KVModel
 from kvlens.ops.feature_maps import draw_projections
 from kvlens.ops.softmax_features import elu_log_features, random_log_features, taylor_features
 
@@ -54,7 +54,7 @@ FeatureKernel = Literal["split", "phi_mlp", "hedgehog"]
 class FreeFeatures(Approximation):
     """A method whose features are not keys: for models that use plain scores exp(q.k)."""
 
-    def check_model(self, model: ReadsPrompts) -> None:
+    def check_model(self, model: KVModel) -> None:
         needs_plain_scores(model, self.name)
 
 

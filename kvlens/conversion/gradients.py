@@ -19,14 +19,14 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvlens.conversion.method import Teacher
 from kvlens.conversion.prompt_pass import continued, rows_at_once, rows_of
 from kvlens.conversion.prompt_texts import Texts
 from kvlens.kv_bias import KVBias
 from kvlens.model import attention_parts
-from kvlens.model.protocol import ReadsPrompts
+from kvlens.model.protocol import KVModel
 from kvlens.ops.landmarks import Queries
 
 
@@ -102,18 +102,18 @@ def some_of(texts: Texts) -> Texts:
 
 
 def effects_on_logits(
-    model: ReadsPrompts, bias: KVBias, texts: Int[Tensor, "text pos"], seeds: Sequence[int]
+    model: KVModel, bias: KVBias, texts: Int[Tensor, "text pos"], seeds: Sequence[int]
 ) -> list[Float[Tensor, "text pos head d_head"]]:
     """g of every layer, at the heads' outputs before a gate, with ``bias`` attached, for one random direction of each text,
     drawn with its own seed, so that it does not depend on what is read at once.
     """
     parts, added, gates = attention_parts(model), [], {}
 
-    def with_leaf(module: Any, args: object, z: Tensor) -> Tensor:
+    def with_leaf(module: nn.Module, args: object, z: Tensor) -> Tensor:
         added.append(torch.zeros_like(z, requires_grad=True))
         return z + added[-1]
 
-    def see_gate(layer: int, module: Any, args: object, gate: Tensor) -> None:
+    def see_gate(layer: int, module: nn.Module, args: object, gate: Tensor) -> None:
         gates[layer] = gate.detach()
 
     with torch.inference_mode(False), torch.enable_grad(), model.holding(bias), ExitStack() as stack:
@@ -131,8 +131,11 @@ def effects_on_logits(
     found = []
     for layer, (part, g) in enumerate(zip(parts, gradients, strict=True)):
         forms = {name: form for name, (_, form) in part.attention_points().items()}
-        by_head = g if forms["z"] is None else forms["z"](g)
-        found.append(by_head * forms["gate"](gates[layer]) if layer in gates else by_head)
+        of_z, of_gate = forms["z"], forms.get("gate")
+        by_head = g if of_z is None else of_z(g)
+        if layer in gates:
+            by_head = by_head * (gates[layer] if of_gate is None else of_gate(gates[layer]))
+        found.append(by_head)
     return found
 
 

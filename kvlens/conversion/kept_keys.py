@@ -21,7 +21,7 @@ from kvlens.conversion.reference_queries import room_after
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.model import HookedKVTransformer, attention_parts
-from kvlens.model.protocol import ReadsPrompts
+from kvlens.model.protocol import KVModel
 from kvlens.ops.key_scores import attention_received, expected_log_attention
 from kvlens.ops.landmarks import Queries, blocks_of, key_shares
 from kvlens.ops.rotary import rotate
@@ -260,7 +260,7 @@ class ExpectedAttention(KeptKeys):
     n_future: Annotated[int, Within(1, MOST_ASKED)] = 512
     n_sink: Annotated[int, Within(0, MOST_ASKED)] = 4
 
-    def check_model(self, model: ReadsPrompts) -> None:
+    def check_model(self, model: KVModel) -> None:
         needs_plain_scores(model, self.name)
         if not isinstance(model, HookedKVTransformer):
             raise KVLensError(

@@ -16,7 +16,7 @@ Otherwise (learned, sinusoidal or no positions, RoPE before the feature map) R d
 :func:`carry_bias` moves a bias past tokens that write nothing: the same without the new terms.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Annotated, Any, cast
 
@@ -33,7 +33,7 @@ from kvlens.kv_bias import LAST_POSITION, Fingerprint, KVBias, Layer, State
 from kvlens.kv_bias.fields import COUNTS
 from kvlens.kv_bias.fit import since
 from kvlens.model import HookedKVTransformer, streaming
-from kvlens.model.protocol import KVModel
+from kvlens.model.protocol import Hooks, KVModel
 from kvlens.ops.linear_attention import LinearAttentionState, carry_state
 
 
@@ -42,7 +42,7 @@ def convert_linear_prompt(
     prompt: PromptBatch,
     old: KVBias | None,
     fingerprint: Fingerprint,
-    fwd_hooks: Sequence[Any],
+    fwd_hooks: Hooks,
     segment_length: int | None,
     on_progress: Callable[[float], None] | None,
 ) -> KVBias:

@@ -19,7 +19,7 @@ from kvlens.kv_bias import AnswerErrors, KVBias, Layer
 from kvlens.kv_bias.fit import MATTERS, Recall, RecalledWord
 from kvlens.marks import without_marks
 from kvlens.memory import NUMBERS_AT_ONCE, NUMBERS_PER_PASS, by_device
-from kvlens.model.protocol import KVModel, ReadsPrompts
+from kvlens.model.protocol import KVModel
 from kvlens.texts import Response
 from kvlens.units import Layout, always_there, cut
 
@@ -31,7 +31,7 @@ Without = tuple[KVBias, str]
 """The bias that remains when the prompt has not been read, and a description of it."""
 
 
-def without_prompt(model: ReadsPrompts, prompt: PromptBatch, exact: ConvertedExactly, old: KVBias | None) -> Without:
+def without_prompt(model: KVModel, prompt: PromptBatch, exact: ConvertedExactly, old: KVBias | None) -> Without:
     """Remove the prompt's keys but leave the text at its position, and keep whatever does not belong to the prompt.
 
     That is the bias from which the conversion continues, or the BOS if every prompt of the batch begins with it, or nothing.
@@ -56,7 +56,7 @@ def without_prompt(model: ReadsPrompts, prompt: PromptBatch, exact: ConvertedExa
 
 @torch.no_grad()
 def answer_errors(
-    model: ReadsPrompts, whole: KVBias, converted: KVBias, without: Without, texts: Int[Tensor, "batch text pos"]
+    model: KVModel, whole: KVBias, converted: KVBias, without: Without, texts: Int[Tensor, "batch text pos"]
 ) -> AnswerErrors:
     """The errors of ``converted`` on ``texts``; ``whole`` represents the prompt. Takes three forward passes over the texts."""
     (nothing, words), (batch, n_texts, n_positions) = without, texts.shape
@@ -71,7 +71,7 @@ def answer_errors(
     return AnswerErrors.of_positions(error, size, effect, kl, words)
 
 
-def _logits(model: ReadsPrompts, bias: KVBias, tokens: Int[Tensor, "text pos"]) -> Float[Tensor, "text pos vocab"]:
+def _logits(model: KVModel, bias: KVBias, tokens: Int[Tensor, "text pos"]) -> Float[Tensor, "text pos vocab"]:
     with model.holding(bias):
         return model(tokens, attention_mask=torch.ones_like(tokens)).double()
 

@@ -84,7 +84,7 @@ from kvlens.conversion.reference_queries import TextOptions, queries_under_bias,
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import AnswerErrors, BiasFit, KVBias
 from kvlens.model import attention_parts
-from kvlens.model.protocol import ReadsPrompts
+from kvlens.model.protocol import KVModel
 from kvlens.ops.landmarks import Errors, PromptKeys, Queries, joined_queries, output_errors
 
 SAMPLING, READING, MEASURING = "sampling reference text", "reading reference text", "measuring errors"
@@ -106,7 +106,7 @@ class Teacher:
 
     def __init__(
         self,
-        model: ReadsPrompts,
+        model: KVModel,
         prompt: PromptBatch,
         exact: ConvertedExactly,
         old: KVBias | None,
@@ -241,7 +241,7 @@ class Approximation(ConversionMethod, TextOptions, ABC):
 
     fits_on_text: ClassVar[bool] = False
 
-    def check_model(self, model: ReadsPrompts) -> None:
+    def check_model(self, model: KVModel) -> None:
         """Raise KVLensError if the method does not support ``model``. Called before the prompt is read."""
 
     def steps(self) -> dict[str, float]:
@@ -262,7 +262,7 @@ class Approximation(ConversionMethod, TextOptions, ABC):
         return False
 
 
-def needs_plain_scores(model: ReadsPrompts, method: str) -> None:
+def needs_plain_scores(model: KVModel, method: str) -> None:
     """Raise KVLensError if a model's scores are not plain exp(q.k), the only kind that ``method`` can approximate."""
     for part in attention_parts(model):
         rule = part.score_rule()

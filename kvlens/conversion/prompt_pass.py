@@ -3,9 +3,8 @@
 All other methods approximate it, and it replaces the prompt while reference text is read.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -18,7 +17,7 @@ from kvlens.kv_bias import Features, Fingerprint, Keys, KVBias, VirtualKeys
 from kvlens.kv_bias.exact import exact_bias
 from kvlens.memory import NUMBERS_AT_ONCE, by_device
 from kvlens.model import attention_parts
-from kvlens.model.protocol import KVModel, PromptBatch, ReadsPrompts
+from kvlens.model.protocol import Hooks, KVModel, PromptBatch
 from kvlens.ops.landmarks import PromptKeys
 
 
@@ -40,16 +39,16 @@ class ConvertedExactly:
     old: KVBias | None = None
     queries: list[Tensor] | None = None
 
-    def keys(self, model: ReadsPrompts, layer: int) -> PromptKeys:
+    def keys(self, model: KVModel, layer: int) -> PromptKeys:
         """One layer's keys, in the form used by the fits."""
         part = self.bias.attention[layer]
         return PromptKeys(part.keys, part.b_kv, part.distance, self.real, attention_parts(model)[layer].score_rule())
 
 
 def convert_exactly(
-    model: ReadsPrompts,
+    model: KVModel,
     prompt: PromptBatch,
-    fwd_hooks: Sequence[Any],
+    fwd_hooks: Hooks,
     old: KVBias | None,
     fingerprint: Fingerprint,
     with_queries: bool = False,

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvlens.chat import PLACEHOLDER, has_chat_template, written_behind
 from kvlens.conversion.prompt import PromptBatch
 from kvlens.marks import without_marks
-from kvlens.model.protocol import KVModel, ReadsPrompts
+from kvlens.model.protocol import KVModel
 from kvlens.units import spans_of
 
 REPEAT = "Repeat the previous text exactly."
@@ -30,7 +30,7 @@ TEXTS_OF_A_LENGTH = 8
 Texts = list[Int[Tensor, "batch _ _"]]
 
 
-def repetition(model: ReadsPrompts, prompt: PromptBatch, room: int) -> Int[Tensor, "batch piece pos"]:
+def repetition(model: KVModel, prompt: PromptBatch, room: int) -> Int[Tensor, "batch piece pos"]:
     """Each prompt as the model would repeat it, without special tokens, in as many pieces as needed. Shorter prompts of a batch
     begin again where they end, so that all pieces have the same length.
     """
@@ -44,7 +44,7 @@ def repetition(model: ReadsPrompts, prompt: PromptBatch, room: int) -> Int[Tenso
     return torch.cat([lead.expand(*pieces.shape[:2], -1), pieces], dim=-1)
 
 
-def _without_special_tokens(model: ReadsPrompts, prompt: PromptBatch) -> Iterator[Int[Tensor, " pos"]]:
+def _without_special_tokens(model: KVModel, prompt: PromptBatch) -> Iterator[Int[Tensor, " pos"]]:
     """The tokens of each prompt; one that has none but special ones keeps these."""
     special = torch.tensor(getattr(model.tokenizer, "all_special_ids", None) or [-1], device=prompt.tokens.device)
     real = torch.ones_like(prompt.tokens, dtype=torch.bool) if prompt.mask is None else prompt.mask
@@ -58,7 +58,7 @@ def _as_long_as(length: int, row: Int[Tensor, " pos"]) -> Int[Tensor, " length"]
     return row[torch.arange(length, device=row.device) % len(row)]
 
 
-def blanks(model: ReadsPrompts, prompt: PromptBatch, room: int) -> Texts:
+def blanks(model: KVModel, prompt: PromptBatch, room: int) -> Texts:
     """The sentences of each prompt as answers to the instruction to fill in the blanks, which are every second word: once the
     odd ones, once the even ones. None without a chat template.
 
@@ -76,7 +76,7 @@ def blanks(model: ReadsPrompts, prompt: PromptBatch, room: int) -> Texts:
     return found
 
 
-def _blanks(model: ReadsPrompts, tokens: Int[Tensor, " pos"], room: int) -> list[Int[Tensor, " _"]]:
+def _blanks(model: KVModel, tokens: Int[Tensor, " pos"], room: int) -> list[Int[Tensor, " _"]]:
     """Of one prompt, those that fit."""
     text, found = model.tokenizer.decode(tokens), []
     sentences = [text[start:stop].strip() for start, stop in spans_of(text, "sentence")]

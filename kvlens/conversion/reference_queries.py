@@ -23,7 +23,7 @@ from kvlens.conversion.prompt_texts import Texts, blanks, repetition, turn
 from kvlens.errors import KVLensError
 from kvlens.kv_bias import KVBias
 from kvlens.memory import NUMBERS_AT_ONCE, by_device
-from kvlens.model.protocol import KVModel, ReadsPrompts
+from kvlens.model.protocol import KVModel
 from kvlens.ops.landmarks import Queries
 
 
@@ -63,7 +63,7 @@ WHAT = "convert_prompt: reference"
 
 
 def reference_text(
-    model: ReadsPrompts,
+    model: KVModel,
     prompt: PromptBatch,
     exact: ConvertedExactly,
     whole: KVBias,
@@ -102,7 +102,7 @@ def _is(given: object, word: str) -> bool:
     return isinstance(given, str) and given == word
 
 
-def _read(model: ReadsPrompts, given: object, batch: int, room: int) -> Texts:
+def _read(model: KVModel, given: object, batch: int, room: int) -> Texts:
     """Given texts: a string, tokens [pos] or [text, pos], or a list of strings, of tokens, or of pairs (question, answer)."""
     each = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     rows = [row for one in each for row in _rows(model, one)]
@@ -116,7 +116,7 @@ def _read(model: ReadsPrompts, given: object, batch: int, room: int) -> Texts:
     return [group.expand(batch, -1, -1) for group in groups]
 
 
-def _rows(model: ReadsPrompts, one: Any) -> list[Tensor]:
+def _rows(model: KVModel, one: Any) -> list[Tensor]:
     if not isinstance(one, tuple):
         return list(prompt_batch(model, one, prepend_bos=False, what=WHAT).tokens)
     question, answer = one
@@ -140,7 +140,7 @@ def room_after(model: KVModel, whole: KVBias) -> int:
 
 @torch.no_grad()
 def sample_continuations(
-    model: ReadsPrompts,
+    model: KVModel,
     exact: ConvertedExactly,
     whole: KVBias,
     n: int,
@@ -163,7 +163,7 @@ def sample_continuations(
 
 
 def sampled_text(
-    model: ReadsPrompts,
+    model: KVModel,
     logits: Float[Tensor, "text vocab"],
     cache: Any,
     length: int,
@@ -182,7 +182,7 @@ def sampled_text(
 
 @torch.no_grad()
 def queries_under_bias(
-    model: ReadsPrompts, bias: KVBias, tokens: Int[Tensor, "batch text pos"], layers: range | None = None
+    model: KVModel, bias: KVBias, tokens: Int[Tensor, "batch text pos"], layers: range | None = None
 ) -> list[Queries]:
     """Queries, outputs and log-normalizers of texts of one length, with ``bias`` replacing the prompt: one record per layer."""
     batch, n_texts, pos = tokens.shape

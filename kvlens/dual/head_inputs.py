@@ -227,7 +227,7 @@ def _has_bias(model: KVModel) -> bool:
 
 
 def _softmax_terms(model: KVModel, layer: int, cache: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
-    part: Any = model.layers()[layer].parts[0]
+    part = attention_parts(model)[layer]
     rule, pos = part.score_rule(), q.shape[1]
     scores = q @ k.transpose(-1, -2) / rule.scale
     log_decay = None

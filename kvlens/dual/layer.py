@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from kvlens.checks import checked
 from kvlens.dual.head_inputs import TokenRow, check_index
@@ -170,7 +170,7 @@ def _norm_map(block: Any, scale: Tensor | None, like: Tensor) -> tuple[Tensor, T
     return centered / scale * weight, block.ln2.b.double() if hasattr(block.ln2, "b") else torch.zeros_like(like)
 
 
-def _tangent(mlp: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _tangent(mlp: nn.Module, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """W_FFN (rows: inputs), b_FFN, and the remainder, which a piecewise linear MLP would not have.
 
     A piecewise linear MLP is homogeneous in its input and biases together, so its derivative along them is its output.

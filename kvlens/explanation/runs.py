@@ -142,7 +142,7 @@ def greedy(
     cache: Any = None
     guesses = Guesses([*alike, *texts]) if ahead else None
     while rows:
-        with model.holding(biases):  # type: ignore[attr-defined]
+        with model.holding(biases):
             while sum(not row.ended for row in rows) > (len(rows) // 2 if ahead else 0):
                 cache = _read(model, rows, cache, n_most, stops, on_tokens, guesses)
         going = torch.tensor([i for i, row in enumerate(rows) if not row.ended], dtype=torch.long)
@@ -343,7 +343,7 @@ class Runs:
         n = max(map(len, texts))
         rows = torch.stack([torch.cat([self.last, text[:-1], text.new_zeros(n - len(text))]) for text in texts])
         self.count(sum(map(len, texts)))
-        with self.model.holding(self.bias.repeat(len(texts))):  # type: ignore[attr-defined]
+        with self.model.holding(self.bias.repeat(len(texts))):
             log_p = self.model.logits_on(rows, n).double().log_softmax(dim=-1)
         return [float(row[range(len(text)), text].sum()) for row, text in zip(log_p, texts, strict=True)]
 
@@ -452,7 +452,7 @@ class Runs:
     def _log_p(self, biases: KVBias) -> Float[Tensor, "row pos d_vocab"]:
         assert biases.batch_size is not None
         self.count(biases.batch_size * len(self._reading))
-        with self.model.holding(biases):  # type: ignore[attr-defined]
+        with self.model.holding(biases):
             logits = self.model.logits_on(self._reading.expand(biases.batch_size, -1), len(self._reading))
         return logits.double().log_softmax(dim=-1).cpu()
 

@@ -39,7 +39,7 @@ from kvlens.model.activations import (
 )
 from kvlens.model.attention_variant import AttentionVariantConfig, Augmented, Negative, Regularised, Ridge
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
-from kvlens.model.protocol import Block, Ends, HeadMatrices, KVModel, LinearNorm, Norms, Part, ReadsPrompts
+from kvlens.model.protocol import Block, Ends, HeadMatrices, KVModel, LinearNorm, Norms, Part
 from kvlens.model.regressor import HookedKVRegressor
 from kvlens.model.streaming import asks_for_positions_alone, run_in_segments
 from kvlens.model.transformer import HookedKVTransformer
@@ -60,7 +60,6 @@ __all__ = [
     "Negative",
     "Norms",
     "Part",
-    "ReadsPrompts",
     "Regularised",
     "Ridge",
     "StreamReading",

@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from kvlens.errors import IndirectHeads
-from kvlens.model.protocol import Form, HeadMatrices, KVModel, LinearNorm, Part
+from kvlens.model.protocol import Form, HeadMatrices, KVModel, LinearNorm, Part, ScoredPart
 
 DIRECT = 1e-2
 """Share of a layer's change of the residual stream that may be left unexplained by attention and MLP, beyond rounding."""
@@ -80,9 +80,9 @@ def heads_per_layer(model: KVModel) -> list[int]:
     return [sum(part.n_heads for part in layer.parts) for layer in model.layers()]
 
 
-def attention_parts(model: KVModel) -> list[Any]:
+def attention_parts(model: KVModel) -> list[ScoredPart]:
     """What scores keys in each layer with softmax attention: its ``score_rule()``, ``sinks`` and ``output_weights()``."""
-    return [part for layer in model.layers() for part in layer.parts if hasattr(part, "score_rule")]
+    return [part for layer in model.layers() for part in layer.parts if isinstance(part, ScoredPart)]
 
 
 def recurrent_layers(model: KVModel) -> tuple[int, ...]:

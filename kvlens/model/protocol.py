@@ -88,6 +88,19 @@ class Part:
         return None
 
 
+class ScoredPart(Part):
+    """Attention: what reads other tokens by scores of their keys."""
+
+    def score_rule(self) -> ScoreRule:
+        """How a key is scored."""
+        raise NotImplementedError
+
+    @property
+    def sinks(self) -> Float[Tensor, " head"] | None:
+        """The log-scores of attention sinks; None without."""
+        return None
+
+
 class LinearNorm(NamedTuple):
     """A norm up to its scale: x -> (x - mean(x)) * gain; ``gain`` is 1 if it has been folded."""
 
@@ -151,6 +164,14 @@ class Ends(NamedTuple):
 
 Hooks = Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]]
 """TransformerLens hooks: pairs of a hook point's name (or a filter of names) and the function to call."""
+
+
+class QueriesRead(NamedTuple):
+    """The queries of one layer as scored, what attention returns for them, and the logarithm of their normalizers."""
+
+    q: Float[Tensor, "batch pos head d_key"]
+    z: Float[Tensor, "batch pos head d_head"]
+    log_n: Float[Tensor, "batch pos head"]
 
 
 @runtime_checkable
@@ -252,29 +273,12 @@ class KVModel(Protocol):
             n_last: compute the logits of this many positions, from the end; None for all.
         """
 
-    def layers(self) -> Sequence[Block]:
-        """The layers: their parts, hook points and norms, which :mod:`kvlens.model.activations` reads."""
-
-    def ends(self) -> Ends:
-        """How tokens enter the residual stream, and how it becomes logits."""
-
-
-class QueriesRead(NamedTuple):
-    """The queries of one layer as scored, what attention returns for them, and the logarithm of their normalizers."""
-
-    q: Float[Tensor, "batch pos head d_key"]
-    z: Float[Tensor, "batch pos head d_head"]
-    log_n: Float[Tensor, "batch pos head"]
-
-
-class ReadsPrompts(KVModel, Protocol):
-    """What conversion asks of a :class:`KVModel` with softmax attention. Layers are counted among those with attention."""
-
     def read_prompt(self, prompt: PromptBatch, with_queries: bool = False) -> PromptReading:
-        """One pass over a prompt, after any attached bias; with its queries if they are asked for."""
+        """One pass over a prompt, after any attached bias; with its queries if they are asked for, of softmax attention."""
 
     def read_queries(self, tokens: Int[Tensor, "batch pos"], layers: range | None = None) -> list[QueriesRead]:
-        """One pass over texts after the attached bias; of some layers, all by default."""
+        """One pass over texts after the attached bias, of softmax attention; of some layers, all by default. Layers are counted
+        among those with attention."""
 
     def next_logits(self, tokens: Int[Tensor, "batch pos"], cache: Any = None) -> tuple[Float[Tensor, "batch d_vocab"], Any]:
         """The logits after ``tokens``, which continue the attached bias and what ``cache`` holds; and the new cache."""
@@ -282,8 +286,14 @@ class ReadsPrompts(KVModel, Protocol):
     def holding(self, bias: KVBias) -> AbstractContextManager[Any]:
         """:meth:`kv_bias` for a bias that was made from this model: neither weights nor numbers are looked at."""
 
+    def layers(self) -> Sequence[Block]:
+        """The layers: their parts, hook points and norms, which :mod:`kvlens.model.activations` reads."""
 
-class AttentionPart(Part):
+    def ends(self) -> Ends:
+        """How tokens enter the residual stream, and how it becomes logits."""
+
+
+class AttentionPart(ScoredPart):
     """The attention of a HookedKVTransformer's layer.
 
     Args:

@@ -365,7 +365,7 @@ def logits_of(
 
 
 def read_prompt(model: Any, prompt: PromptBatch, with_queries: bool = False) -> PromptReading:
-    """See :meth:`kvlens.model.protocol.ReadsPrompts.read_prompt`; hooks and gradients see the whole prompt."""
+    """See :meth:`kvlens.model.protocol.KVModel.read_prompt`; hooks and gradients see the whole prompt."""
     tokens, mask = prompt.tokens, prompt.mask
     read, scored = None if mask is None else mask.long(), list[Any]()
     residuals, queries = list[Any](), []
@@ -394,7 +394,7 @@ def read_prompt(model: Any, prompt: PromptBatch, with_queries: bool = False) -> 
 
 @torch.no_grad()
 def read_queries(model: Any, tokens: Tensor, layers: range | None = None) -> list[QueriesRead]:
-    """See :meth:`kvlens.model.protocol.ReadsPrompts.read_queries`; in float32 or better."""
+    """See :meth:`kvlens.model.protocol.KVModel.read_queries`; in float32 or better."""
     layers = range(model.cfg.n_layers) if layers is None else layers
     length = _at_once(model, tokens)
     cache = _entries(model, len(tokens)) if length < tokens.shape[1] else None

@@ -309,7 +309,7 @@ class HookedKVTransformer(LoadsAndSaves):
     read_prompt, read_queries = streaming.read_prompt, streaming.read_queries
 
     def next_logits(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
-        """See :meth:`kvlens.model.protocol.ReadsPrompts.next_logits`."""
+        """See :meth:`kvlens.model.protocol.KVModel.next_logits`."""
         cache = self.empty_cache(len(tokens)) if cache is None else cache
         return self.logits_ahead(tokens, torch.ones_like(tokens), cache, 1)[:, 0], cache
 
@@ -370,7 +370,7 @@ class HookedKVTransformer(LoadsAndSaves):
 
     @contextlib.contextmanager
     def holding(self, bias: KVBias) -> Iterator[None]:
-        """See :meth:`kvlens.model.protocol.ReadsPrompts.holding`.
+        """See :meth:`kvlens.model.protocol.KVModel.holding`.
 
         Raises:
             KVLensError: another thread is using this model.

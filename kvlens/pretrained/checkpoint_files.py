@@ -150,7 +150,7 @@ def check_counts(door: str, source: Path, config: Mapping[str, Any], names: Coll
             )
 
 
-def _fields(config: Any, names: Iterable[str]) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _fields(config: object, names: Iterable[str]) -> Iterator[tuple[Mapping[str, Any], str]]:
     """Find where a configuration, or a part of it (``text_config``), has one of these fields."""
     parts = [config]
     while parts:

@@ -141,7 +141,7 @@ def run_trial(hf_model: PreTrainedModel, layers: str, cfg: HookedTransformerConf
 
 
 @contextlib.contextmanager
-def _first_layers(hf_model: Any, layers: str, n: int) -> Iterator[None]:
+def _first_layers(hf_model: PreTrainedModel, layers: str, n: int) -> Iterator[None]:
     """Inside, the model has its first ``n`` layers alone."""
     config = hf_model.config.get_text_config()
     n_before = config.num_hidden_layers
@@ -201,7 +201,7 @@ class PretrainedParts(NamedTuple):
     state_dict: dict[str, Tensor]
     tokenizer: PreTrainedTokenizerBase | None
     shift_coefficients: dict[str, Tensor]
-    own_fields: Mapping[str, Any] = {}
+    own_fields: Mapping[str, object] = {}
     trial: Trial | None = None
 
 
@@ -440,7 +440,7 @@ def _convert_baichuan_m1(
     return cfg, weights, checkpoint
 
 
-def _check_options(tokenizer: Any, device: Any, sizes: Mapping[str, Any]) -> None:
+def _check_options(tokenizer: object, device: object, sizes: Mapping[str, Any]) -> None:
     """Raise KVLensError for arguments of the wrong type; None is always allowed."""
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise KVLensError(f"from_pretrained: tokenizer must be a loaded tokenizer of transformers, got {brief(tokenizer)}")
@@ -449,7 +449,7 @@ def _check_options(tokenizer: Any, device: Any, sizes: Mapping[str, Any]) -> Non
         ensure(f"from_pretrained: {name}", int | None, size)
 
 
-def _check_arguments(model_name: str | Path, hf_model: Any, kwargs: dict[str, Any]) -> None:
+def _check_arguments(model_name: str | Path, hf_model: object, kwargs: dict[str, Any]) -> None:
     """Raise KVLensError for arguments that this way of loading does not support, before any file is read."""
     refuse_to_run_code(kwargs)
     for key in ("load_in_4bit", "load_in_8bit", "quantization_config"):
@@ -465,7 +465,7 @@ def _check_arguments(model_name: str | Path, hf_model: Any, kwargs: dict[str, An
     _refuse_without_effect(kwargs, "a loaded hf_model")
 
 
-def _refuse_without_effect(kwargs: dict[str, Any], source: str) -> None:
+def _refuse_without_effect(kwargs: dict[str, object], source: str) -> None:
     """Raise if there are arguments for Hugging Face's ``from_pretrained`` where it is not called."""
     unused = sorted(set(kwargs) - {"trust_remote_code", "token", "cache_dir", "local_files_only"})
     if unused:

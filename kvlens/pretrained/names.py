@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import huggingface_hub
 import torch
@@ -90,7 +90,7 @@ def is_local_folder(model_name: str | Path) -> bool:
     return written_as_path or path.exists()
 
 
-def cached_folder(name: str, revision: str | None = None, cache_dir: Any = None) -> Path | None:
+def cached_folder(name: str, revision: str | None = None, cache_dir: str | Path | None = None) -> Path | None:
     """Find where Hugging Face's cache has a model; None if it has not."""
     try:
         config = try_to_load_from_cache(name, "config.json", cache_dir=cache_dir, revision=revision)
@@ -138,7 +138,10 @@ def step_of(name: str, index: int | None, step: int | None) -> int:
     return int(step)  # type: ignore[arg-type]
 
 
-def beginning(name: str, table: Mapping[str, Any]) -> Any:
+_Value = TypeVar("_Value")
+
+
+def beginning(name: str, table: Mapping[str, _Value]) -> _Value | None:
     """The value of ``table`` whose key ``name`` begins with; None if there is none."""
     return next((value for start, value in table.items() if name.startswith(start)), None)
 

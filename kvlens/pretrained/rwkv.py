@@ -15,8 +15,6 @@ embedding, which depends on nothing but the token, is part of the embedding here
 Source: Eagle and Finch (Peng et al. 2404.05892), sec. 4; https://github.com/BlinkDL/RWKV-LM.
 """
 
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -222,7 +220,7 @@ class Rwkv56ForCausalLM(PreTrainedModel):
         **unused: object,
     ) -> CausalLMOutputWithPast:
         """The logits; positions have no effect, and without a bridge a cache stays empty."""
-        embed: Any = self.model.embed_tokens
+        embed = self.model.embed_tokens
         x = embed(input_ids) if inputs_embeds is None else inputs_embeds
         cache = DynamicCache() if use_cache and past_key_values is None else past_key_values
         for layer in self.model.layers:

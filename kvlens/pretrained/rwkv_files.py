@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvlens.errors import KVLensError, brief, first_line
 from kvlens.files import check_regular, read_json
@@ -322,7 +322,7 @@ def is_rwkv_folder(folder: Path) -> bool:
     return read_json("load", folder / "config.json").get("model_type") in ("rwkv6", *OTHER_FOLDERS)
 
 
-def read_rwkv_folder(folder: Path, dtype: torch.dtype) -> tuple[Rwkv56ForCausalLM, Any]:
+def read_rwkv_folder(folder: Path, dtype: torch.dtype) -> tuple[Rwkv56ForCausalLM, PreTrainedTokenizerBase | None]:
     """The model of a folder of RWKV-6 that flash-linear-attention wrote, its numbers as ``dtype``; and its tokenizer, if it has
     a ``tokenizer.json``.
 
@@ -356,7 +356,7 @@ def read_rwkv_folder(folder: Path, dtype: torch.dtype) -> tuple[Rwkv56ForCausalL
         if x.shape != state_dict[name].shape:
             found = f"{[*state_dict[name].shape]} for {[*x.shape]}"
             raise KVLensError(f"load: {name} in {folder} has another shape than its configuration says: {found}")
-    tokenizer: Any = read_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
+    tokenizer = read_tokenizer(folder) if (folder / "tokenizer.json").is_file() else None
     if tokenizer is not None:
         tokenizer = for_transformer_lens(tokenizer, str(folder))
     return _model(config, state_dict, dtype, str(folder)), tokenizer

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub import constants
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, dynamic_module_utils
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, dynamic_module_utils
 from transformers.utils import logging
 
 from kvlens.dtypes import DTYPES
@@ -24,7 +24,7 @@ SAFE = {"trust_remote_code": False, "weights_only": True, "local_files_only": Tr
 """What every call of Transformers' ``from_pretrained`` is given."""
 
 
-def refuse_to_run_code(kwargs: Mapping[str, Any]) -> None:
+def refuse_to_run_code(kwargs: Mapping[str, object]) -> None:
     """Raise KVLensError if an argument for Hugging Face's ``from_pretrained`` would let files of others run."""
     if kwargs.get("trust_remote_code"):
         raise KVLensError(
@@ -74,7 +74,7 @@ def without_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def read_config(folder: Path, **options: object) -> Any:
+def read_config(folder: Path, **options: object) -> PreTrainedConfig:
     """Transformers' configuration of a folder."""
     return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True, **options)
 
@@ -82,7 +82,7 @@ def read_config(folder: Path, **options: object) -> Any:
 def read_model(
     door: str,
     folder: Path,
-    config: Any,
+    config: PreTrainedConfig,
     n_stored: int,
     *,
     dtype: torch.dtype,
@@ -113,7 +113,7 @@ def read_model(
     # eager: the file may name a kernel of the hub, which transformers would fetch and run
     options = {"attn_implementation": "eager", **options, **SAFE}
     with without_progress_bars():
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -134,7 +134,7 @@ def quantized_model_error(door: str, what: str) -> KVLensError:
     )
 
 
-def check_size(door: str, source: str, config: Any, n_stored: int) -> None:
+def check_size(door: str, source: str, config: PreTrainedConfig, n_stored: int) -> None:
     """Raise KVLensError where a configuration describes far more weights than are stored: Transformers makes room for them.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvlens.base import HookedTransformerConfig
 from kvlens.errors import KVLensError
@@ -66,7 +66,7 @@ class Family:
     always_grouped: bool = False
     norm: Literal["LN", "RMS", "none"] = "RMS"
     longest: int | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, object] = field(default_factory=dict)
 
 
 _NEVER_BOS = {"default_prepend_bos": False}
@@ -218,7 +218,7 @@ def architecture_of(model_class: type) -> str:
     raise unsupported(model_class.__name__, "the model")
 
 
-def translate(hf_config: Any, architecture: str, n_ctx: int | None = None) -> dict[str, Any]:
+def translate(hf_config: PreTrainedConfig, architecture: str, n_ctx: int | None = None) -> dict[str, Any]:
     """The fields of our configuration that say what Transformers' does, for a model of this architecture.
 
     ``n_ctx`` replaces the model's own context length; windows of Qwen's that are no shorter than that are left out.
@@ -257,11 +257,11 @@ def translate(hf_config: Any, architecture: str, n_ctx: int | None = None) -> di
     return fields
 
 
-def _first(hf_config: Any, *names: str) -> Any:
+def _first(hf_config: PreTrainedConfig, *names: str) -> Any:
     return next((value for name in names if (value := getattr(hf_config, name, None)) is not None), None)
 
 
-def _activation(hf_config: Any, architecture: str) -> str:
+def _activation(hf_config: PreTrainedConfig, architecture: str) -> str:
     known = {**ACTIVATION_NAMES, **({"xielu": "xielu"} if architecture == "ApertusForCausalLM" else {})}  # learned there alone
     names = ("activation_function", "hidden_activation", "hidden_act")
     name = next((n for n in names if hasattr(hf_config, n)), "no activation")
@@ -271,7 +271,7 @@ def _activation(hf_config: Any, architecture: str) -> str:
     return known[given]
 
 
-def _of_layers(hf_config: Any, architecture: str) -> dict[str, object]:
+def _of_layers(hf_config: PreTrainedConfig, architecture: str) -> dict[str, object]:
     """Say which layers see a window only."""
     n, types = hf_config.num_hidden_layers, getattr(hf_config, "layer_types", None)
     if architecture == "GPTNeoForCausalLM":
@@ -288,7 +288,7 @@ def _of_layers(hf_config: Any, architecture: str) -> dict[str, object]:
     return {"use_local_attn": True, "window_size": window, "attn_types": attn_types}
 
 
-def _of_parts(hf_config: Any, architecture: str) -> dict[str, Any]:
+def _of_parts(hf_config: PreTrainedConfig, architecture: str) -> dict[str, Any]:
     """What some configurations say of attention, experts and logits."""
     fields: dict[str, Any] = {
         "clip_qkv": getattr(hf_config, "clip_qkv", None),
@@ -379,17 +379,17 @@ def _projections(tensors: Mapping[str, Tensor], family: Family, cfg: HookedTrans
     stored = "_" if cfg.n_key_value_heads is not None else ""
     heads = {"Q": cfg.n_heads, f"{stored}K": n_kv, f"{stored}V": n_kv}
     for kind, name in (("weight", "W"), ("bias", "b")):
-        given = [tensors.get(f"{projection}.{kind}") for projection in family.qkv]
-        if any(part is None for part in given):
+        names = [f"{projection}.{kind}" for projection in family.qkv]
+        if not tensors.keys() >= set(names):
             continue
-        given = [part.T if family.transposed and kind == "weight" else part for part in given]  # type: ignore[union-attr]
+        given = [tensors[name].T if family.transposed and kind == "weight" else tensors[name] for name in names]
         for (which, n), part in zip(heads.items(), _split(given, list(heads.values()), family.fused, cfg), strict=True):
             by_head = part.unflatten(0, (n, -1)) if part.dim() == (1 if kind == "bias" else 2) else part
             prefix, letter = which[:-1], which[-1]
             yield f"attn.{prefix}{name}_{letter}", by_head.transpose(1, 2) if kind == "weight" else by_head
 
 
-def _split(given: list[Any], heads: list[int], fused: str, cfg: HookedTransformerConfig) -> list[Float[Tensor, "..."]]:
+def _split(given: list[Tensor], heads: list[int], fused: str, cfg: HookedTransformerConfig) -> list[Float[Tensor, "..."]]:
     """The rows of queries, keys and values: as given, or cut out of one matrix (then by head, if fused by head)."""
     if len(given) == 3:
         return given
@@ -434,7 +434,7 @@ def _experts(tensors: Mapping[str, Tensor], name: str, cfg: HookedTransformerCon
 
 
 def translate_config(
-    hf_config: Any,
+    hf_config: PreTrainedConfig,
     architecture: str,
     longest: int | None,
     *,

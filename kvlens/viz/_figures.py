@@ -9,13 +9,16 @@ the total.
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.texts import joined
+
+if TYPE_CHECKING:
+    from matplotlib.colors import Colormap
 
 POSITIVE_COLOR, NEGATIVE_COLOR = "#1d5fa8", "#c0392b"
 
@@ -48,7 +51,7 @@ def beyond(values: Iterable[float], low: float, top: float) -> str:
     return {(False, False): "neither", (True, False): "min", (False, True): "max", (True, True): "both"}[under, over]
 
 
-def diverging_map() -> Any:
+def diverging_map() -> "Colormap":
     """The scale as a matplotlib color map, for values in -top..top."""
     from matplotlib.colors import LinearSegmentedColormap
 

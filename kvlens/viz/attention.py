@@ -8,7 +8,7 @@ forward pass if they are given, and empty otherwise. :func:`attention_view_under
 import functools
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -34,6 +34,11 @@ from kvlens.viz._figures import (
 )
 from kvlens.viz._text import data_script, html_text, label, number, part_note, percent, printable, quantized, rounded
 from kvlens.viz.page import Piece
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.image import AxesImage
 
 MAX_HEADS = 64
 MAX_CELLS = 64_000
@@ -204,7 +209,7 @@ def _with_empty_rows(
     return rows
 
 
-def _figure(square: Tensor, labels: list[str], names: list[str], top: float, title: str) -> Any:
+def _figure(square: Tensor, labels: list[str], names: list[str], top: float, title: str) -> "Figure":
     from matplotlib.figure import Figure
 
     columns = min(6, len(names))
@@ -220,7 +225,7 @@ def _figure(square: Tensor, labels: list[str], names: list[str], top: float, tit
     return figure
 
 
-def _draw(axes: Sequence[Any], square: Tensor, labels: list[str], names: list[str], top: float) -> Any:
+def _draw(axes: "Sequence[Axes]", square: Tensor, labels: list[str], names: list[str], top: float) -> "AxesImage":
     """Draw a map for each head; return the last image, whose color scale all of them share."""
     for ax, head, name in zip(axes, square, names, strict=True):
         image = ax.imshow(head, cmap=diverging_map(), vmin=-top, vmax=top, interpolation="nearest")
@@ -247,7 +252,7 @@ def induction_arcs(
     scores: pd.DataFrame,
     *,
     title: str = "induction arcs",
-    ax: Any = None,
+    ax: "Axes | None" = None,
 ) -> Piece | Any:
     """Draw arcs of all heads, filtered by a strip of induction scores; dashed if the head matches by its key shift.
 
@@ -321,7 +326,7 @@ def _shown(arcs: pd.DataFrame, n_tokens: int) -> tuple[pd.DataFrame, list[int]]:
     return best.iloc[:n_drawn], sorted(positions)
 
 
-def _arcs_figure(data: dict[str, Any], title: str) -> Any:
+def _arcs_figure(data: dict[str, Any], title: str) -> "Figure":
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(5, 0.17 * len(data["tokens"])), 3.2))
@@ -329,7 +334,7 @@ def _arcs_figure(data: dict[str, Any], title: str) -> Any:
     return figure
 
 
-def _draw_arcs(ax: Any, data: dict[str, Any], title: str) -> Any:
+def _draw_arcs(ax: "Axes", data: dict[str, Any], title: str) -> "Axes":
     from matplotlib.patches import Arc
 
     n = len(data["tokens"])

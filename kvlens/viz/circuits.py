@@ -9,7 +9,7 @@ is a circuit that was run, and its nodes are placed anew, in the rows and column
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import pandas as pd
 import torch
@@ -23,6 +23,11 @@ from kvlens.errors import KVLensError, brief
 from kvlens.model import HeadsRead, visit_heads
 from kvlens.viz._text import data_script, html_text, label, number, printable, quantized, rounded
 from kvlens.viz.page import Piece
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.path import Path
 
 USUAL_SIZES = (10, 20, 50, 100, 200, 500, 1000)
 MAX_EDGES = 3000
@@ -51,7 +56,7 @@ def circuit_view(
     roles: Mapping[str, Sequence[int]] | None = None,
     n_reasons: Annotated[int, Within(0)] = 5,
     title: str = "circuit",
-    ax: Any = None,
+    ax: "Axes | None" = None,
 ) -> Piece | Any:
     """Draw a circuit, with a slider for its size, and for a chosen node its attention, its writers, and what it writes to.
 
@@ -277,7 +282,7 @@ GAP = 0.4
 """The width of a column without nodes; one node is 1 wide."""
 
 
-def _figure(drawing: _Drawing, title: str) -> Any:
+def _figure(drawing: _Drawing, title: str) -> "Figure":
     from matplotlib.figure import Figure
 
     stop = drawing.stops[drawing.first]
@@ -287,11 +292,11 @@ def _figure(drawing: _Drawing, title: str) -> Any:
     return figure
 
 
-def _draw(ax: Any, drawing: _Drawing, title: str) -> Any:
+def _draw(ax: "Axes", drawing: _Drawing, title: str) -> "Axes":
     """Draw the circuit that is shown first; a row is 1 high."""
     stop = drawing.stops[drawing.first]
     left, wide = dict[int, float](), 0.0
-    words = dict(fontsize=7, color="#5d6975", parse_math=False)
+    words: dict[str, Any] = dict(fontsize=7, color="#5d6975", parse_math=False)
     for column, n in stop["columns"]:
         left[column], wide = wide, wide + max(n, GAP)
         name = printable(label(drawing.columns[column]))[:16]
@@ -314,17 +319,17 @@ def _draw(ax: Any, drawing: _Drawing, title: str) -> Any:
     return ax
 
 
-def _draw_nodes(ax: Any, drawing: _Drawing, place: Mapping[str, tuple[float, float]]) -> None:
+def _draw_nodes(ax: "Axes", drawing: _Drawing, place: Mapping[str, tuple[float, float]]) -> None:
     most = drawing.nodes["estimate"].abs().max() or 1.0
     for row in drawing.nodes.loc[list(place)].itertuples():
         share = 0.0 if math.isnan(row.estimate) else abs(row.estimate) / most
         color = "#dde3e9" if math.isnan(row.estimate) else LESS if row.estimate < 0 else MORE
-        look = dict(marker="o" if row.head >= 0 else "s", s=(14 + 10 * math.sqrt(share)) ** 2)
-        ax.scatter(*place[row.node], color=color, edgecolors="white", linewidths=1, zorder=3, **look)
+        size, marker = (14 + 10 * math.sqrt(share)) ** 2, "o" if row.head >= 0 else "s"
+        ax.scatter(*place[row.node], s=size, c=color, marker=marker, edgecolors="white", linewidths=1, zorder=3)
         ax.text(*place[row.node], row.node, fontsize=6, ha="center", va="center", zorder=4)
 
 
-def _draw_edges(ax: Any, drawing: _Drawing, place: Mapping[str, tuple[float, float]]) -> None:
+def _draw_edges(ax: "Axes", drawing: _Drawing, place: Mapping[str, tuple[float, float]]) -> None:
     from matplotlib.collections import PathCollection
 
     edges = drawing.edges[drawing.edges["since"] <= drawing.first]
@@ -344,7 +349,7 @@ def _draw_edges(ax: Any, drawing: _Drawing, place: Mapping[str, tuple[float, flo
             ax.add_collection(PathCollection([path for path, _ in lines], linewidths=widths, **look))
 
 
-def _path(start: tuple[float, float], end: tuple[float, float], kind: str) -> Any:
+def _path(start: tuple[float, float], end: tuple[float, float], kind: str) -> "Path":
     """A curve to the left of a node for its queries, to the right for its values; around what stands between."""
     from matplotlib.path import Path
 

@@ -7,7 +7,7 @@ limits; then :func:`head_heatmap`; then :func:`dual_view`, the steps of the head
 import functools
 import math
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -30,6 +30,11 @@ from kvlens.viz._figures import (
 )
 from kvlens.viz._text import data_script, html_text, number, quantized, rounded
 from kvlens.viz.page import Piece
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
+    from matplotlib.figure import Figure
 
 MAX_NUMBERED = 24
 """Up to this many heads per layer, cells show their numbers."""
@@ -163,7 +168,12 @@ def _notes(details: HeadDetails, n_queries: int, of_prompt: int, of_text: int, o
 
 @checked
 def head_heatmap(
-    table: Any, value: str | None = None, *, details: HeadDetails | None = None, title: str | None = None, ax: Any = None
+    table: Any,
+    value: str | None = None,
+    *,
+    details: HeadDetails | None = None,
+    title: str | None = None,
+    ax: "Axes | None" = None,
 ) -> Piece | Any:
     """Draw a map of layers (down) and heads (across).
 
@@ -205,7 +215,7 @@ def _table(values: object, name: str) -> pd.DataFrame:
     return pd.DataFrame({"layer": layer, "head": head, name: numbers.flatten().numpy()})
 
 
-def heat_figure(table: pd.DataFrame, value: str, name: str, *, without_zero: bool = False) -> Any:
+def heat_figure(table: pd.DataFrame, value: str, name: str, *, without_zero: bool = False) -> "Figure":
     """The map of one column, drawn with matplotlib."""
     from matplotlib.figure import Figure
 
@@ -215,7 +225,7 @@ def heat_figure(table: pd.DataFrame, value: str, name: str, *, without_zero: boo
     return figure
 
 
-def draw_heat_map(ax: Any, table: pd.DataFrame, value: str, name: str, *, without_zero: bool = False) -> Any:
+def draw_heat_map(ax: "Axes", table: pd.DataFrame, value: str, name: str, *, without_zero: bool = False) -> "Axes":
     """Draw the map into given axes, and return them."""
     grid = head_grid(table, value)
     values = grid.to_numpy()
@@ -241,7 +251,7 @@ def draw_heat_map(ax: Any, table: pd.DataFrame, value: str, name: str, *, withou
     return ax
 
 
-def _upper_half(colors: Any) -> Any:
+def _upper_half(colors: "Colormap") -> "Colormap":
     from matplotlib.colors import LinearSegmentedColormap
 
     return LinearSegmentedColormap.from_list("kvlens_positive", colors(np.linspace(0.5, 1, 128)))
@@ -263,7 +273,7 @@ def dual_view(
     *,
     query: str = "the query",
     title: str = "steps of the dual models",
-    ax: Any = None,
+    ax: "Axes | None" = None,
 ) -> Piece | Any:
     """Draw a map of the heads' steps; choosing a head shows the contribution of each demonstration to its step and its output.
 

@@ -20,12 +20,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from kvlens.checks import Within, checked
 from kvlens.errors import KVLensError
 from kvlens.files import write_atomically
 from kvlens.viz._text import html_text, packed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SCRIPTS = tuple(
     f"{name}.js"
@@ -130,7 +133,7 @@ class Piece:
     name: str
     body: str
     circuitsvis: bool = False
-    figure: Callable[[], Any] | None = None
+    figure: "Callable[[], Figure] | None" = None
 
     def __repr__(self) -> str:
         """One line, for contexts that do not show HTML; the page itself may have megabytes."""
@@ -165,7 +168,7 @@ class Piece:
     def _repr_html_(self) -> str:
         return in_frame(self.to_html())
 
-    def _drawn(self, kind: str, **options: object) -> bytes:
+    def _drawn(self, kind: str, **options: Any) -> bytes:
         if self.figure is None:
             raise KVLensError(f"{self.name}: it has no static figure; use save_html")
         import matplotlib  # takes half a second, which pages do not need

@@ -3,7 +3,7 @@
 import functools
 import math
 import numbers
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -11,6 +11,10 @@ from kvlens.checks import Count, checked
 from kvlens.viz._figures import NEGATIVE_COLOR, POSITIVE_COLOR, strongest
 from kvlens.viz._text import html_text, number
 from kvlens.viz.page import Piece
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 MAX_ROWS = 200
 
@@ -68,7 +72,7 @@ def contribution_bars(
     by: str = "layer",
     part: str | None = None,
     title: str = "contributions",
-    ax: Any = None,
+    ax: "Axes | None" = None,
 ) -> Piece | Any:
     """Draw horizontal bars from zero, blue to the right and red to the left.
 
@@ -114,7 +118,7 @@ def _bar(name: str, value: float, top: float, zero: float) -> str:
     )
 
 
-def _figure(names: list[str], numbers: list[float], value: str, title: str) -> Any:
+def _figure(names: list[str], numbers: list[float], value: str, title: str) -> "Figure":
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 0.8 + 0.24 * len(names)))
@@ -122,7 +126,7 @@ def _figure(names: list[str], numbers: list[float], value: str, title: str) -> A
     return figure
 
 
-def _draw(ax: Any, names: list[str], numbers: list[float], value: str, title: str) -> Any:
+def _draw(ax: "Axes", names: list[str], numbers: list[float], value: str, title: str) -> "Axes":
     ax.barh(range(len(names)), numbers, color=[NEGATIVE_COLOR if x < 0 else POSITIVE_COLOR for x in numbers])
     ax.set_yticks(range(len(names)), names, fontsize=8, parse_math=False)
     ax.invert_yaxis()

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import pandas as pd
@@ -22,6 +22,10 @@ from kvlens.viz._figures import (
 from kvlens.viz._text import data_script, html_text, label, number, part_note, printable, rounded, running
 from kvlens.viz.page import Piece
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 MAX_TOKENS = 4096
 LINE = 92
 """Characters per line of the static picture."""
@@ -37,7 +41,7 @@ def colored_tokens(
     title: str = "tokens",
     unit: str = "value",
     top: Annotated[float, Within(0)] | None = None,
-    ax: Any = None,
+    ax: "Axes | None" = None,
 ) -> Piece | Any:
     """Draw tokens in reading order, blue where their value is positive and red where it is negative.
 
@@ -91,7 +95,7 @@ def _in_blocks(tokens: list[str], values: list[float], size: int) -> tuple[list[
     return [joined(tokens[i : i + size]) for i in starts], means
 
 
-def _figure(tokens: list[str], values: list[float], top: float, title: str, unit: str) -> Any:
+def _figure(tokens: list[str], values: list[float], top: float, title: str, unit: str) -> "Figure":
     """Draw monospaced text with a colored box under each token."""
     from matplotlib.figure import Figure
 
@@ -101,7 +105,7 @@ def _figure(tokens: list[str], values: list[float], top: float, title: str, unit
     return figure
 
 
-def _draw(ax: Any, parts: list[tuple[int, int, str, float]], top: float, title: str, unit: str) -> Any:
+def _draw(ax: "Axes", parts: list[tuple[int, int, str, float]], top: float, title: str, unit: str) -> "Axes":
     from matplotlib.patches import Rectangle
 
     n_lines = parts[-1][1] + 1
@@ -200,7 +204,7 @@ def _grid(table: pd.DataFrame, column: str) -> pd.DataFrame:
     return table.pivot(index="layer", columns="position", values=column)  # noqa: PD010, one row per layer and position was checked
 
 
-def _depth_figure(data: dict[str, Any], title: str) -> Any:
+def _depth_figure(data: dict[str, Any], title: str) -> "Figure":
     from matplotlib.figure import Figure
 
     n_rows, n_columns = len(data["layers"]), len(data["positions"])
@@ -210,7 +214,7 @@ def _depth_figure(data: dict[str, Any], title: str) -> Any:
     return figure
 
 
-def _draw_depth(ax: Any, curve: Any, data: dict[str, Any], title: str) -> None:
+def _draw_depth(ax: "Axes", curve: Any, data: dict[str, Any], title: str) -> None:
     values = np.array([[np.nan if x is None else x for x in row] for row in data["change"]], dtype=float)
     n_rows, n_columns = values.shape
     top = data["top"] or 1.0
