@@ -2,9 +2,10 @@
 
 *Claims* are the words of a response that depend on the prompt's units. A word depends on them if it falls by more than
 `DEPENDS` nats, all its tokens together, when every unit is gone. Claims are runs of such words, over gaps of one other word.
-They end with a line, at full stops, at commas (but for those inside a date), and at function words, unless both neighbors are
-names or numbers (``Bank of England``), and go on through adjacent capitals and digits. The number in front of a list's item is
-in none, nor is what has no content word, or none that is not in the question already.
+They end with a line, at full stops (but for those of ``Mr. Hansen`` and ``C. S. Lewis``), at commas (but for those inside a
+date), and at function words, unless both neighbors are names or numbers (``Bank of England``), and go on through adjacent
+capitals and digits. The number in front of a list's item is in none, nor is what has no content word, or none that is not in
+the question already.
 
 *Verdicts*: along the old response, its tokens given, the *firm difference* is the first token in whose place the model would
 say another and whose log-odds against that other one moved by at least `FIRM` nats. What moved less is style, and the old token
@@ -35,6 +36,7 @@ from torch import Tensor
 
 from kvlens.arguments import Span
 from kvlens.texts import FUNCTION_WORDS, Response, Word
+from kvlens.units import NEVER_LAST
 
 DEPENDS = 2.0
 """How many nats a word falls by that depends on the units."""
@@ -173,6 +175,9 @@ def _cuts(words: Sequence[Word], i: int) -> bool:
     between_names = before is not None and after is not None and _is_name(before) and _is_name(after)
     if word.is_word:
         return not is_content(word) and not between_names
+    if word.text == "." and between_names:
+        name: str = before.text  # type: ignore[union-attr]
+        return not (name in NEVER_LAST or (len(name) == 1 and name.isalpha()))
     if word.text in COMMAS:
         in_a_date = between_names and before.text[-1].isdigit() and after.text[0].isdigit()  # type: ignore[union-attr]
         return not in_a_date
