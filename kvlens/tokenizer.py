@@ -25,7 +25,6 @@ from tokenizers import Tokenizer, processors
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from kvlens.base.config import HookedTransformerConfig
 from kvlens.errors import KVLensError, warn
 from kvlens.files import check_regular_files, file_in, read_json
 
@@ -76,7 +75,7 @@ def for_transformer_lens(tokenizer: PreTrainedTokenizerFast, name: str) -> PreTr
 
 
 def find_tokenizer(
-    given: PreTrainedTokenizerBase | None, folder: Path | None, official: str | None, cfg: HookedTransformerConfig
+    given: PreTrainedTokenizerBase | None, folder: Path | None, official: str | None, cfg: Any
 ) -> PreTrainedTokenizerBase | None:
     """Find the tokenizer (given, in the folder, in the local cache, in that order), prepare it, and name it in cfg."""
     tokenizer, name = given, given.name_or_path if given is not None else ""
