@@ -1,5 +1,6 @@
 """The marks of an answer, with the list below it: what each mark stands for, in words and on the page."""
 
+import itertools
 import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from kvlens.viz._text import html_text
 
 FULL_SHADE = 8.0
 """How many nats give a word or a unit the full color."""
+SHOWN_BEFORE = 30
+"""Characters of a long text that are quoted before it differs from the response."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,8 +92,14 @@ def _one_enough(found: Findings, claims: pd.DataFrame) -> tuple[str, tuple[int, 
 
 def _without_these(found: Findings, claims: pd.DataFrame, parts: str, them: str) -> tuple[str, tuple[int, ...]]:
     """What the model says without units, which claims are lost, and the statements that say so."""
-    said = f"the model says {quoted(claims['says'].iloc[0], LONGEST_UNIT)}"
+    said = f"the model says {quoted(_from_difference(found.response, claims['says'].iloc[0]), LONGEST_UNIT)}"
     return f"Without {them}, {said}: {_lost_in_words(found, claims)}", _breaking(found, claims, {parts})
+
+
+def _from_difference(response: str, says: str) -> str:
+    """What is said instead; from a few words before it differs, where a quotation of its beginning would not show that."""
+    n_same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(response, says, strict=False)))
+    return says if n_same < LONGEST_UNIT // 2 else f"… {says[says.rfind(' ', 0, n_same - SHOWN_BEFORE) + 1 :]}"
 
 
 def _breaking(found: Findings, claims: pd.DataFrame, sets: Collection[str]) -> tuple[int, ...]:

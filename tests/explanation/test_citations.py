@@ -24,7 +24,7 @@ from kvlens.explanation.citations import (
     needs_account,
 )
 from kvlens.explanation.claims import LOST, NOT_REACHED, OTHER_WORDS, PARTLY, SAME, Verdict, claim_of
-from kvlens.explanation.sources import _all_needed, _in_parts, _one_enough, sources_in_words
+from kvlens.explanation.sources import _all_needed, _from_difference, _in_parts, _one_enough, sources_in_words
 from kvlens.texts import Response, Word, _words
 from kvlens.units import cut, layout_of_tokens
 
@@ -155,7 +155,7 @@ def test_lines_on_several_sources_say_what_the_runs_say(is_whole, verdicts, alon
         ("each", "1", alone),
     ]
     statements = pd.DataFrame(rows, columns=["role", "parts", "verdict"]).assign(claim=0, about="units", gap="kept")
-    found = SimpleNamespace(is_whole=is_whole, statements=statements)
+    found = SimpleNamespace(is_whole=is_whole, statements=statements, response="A x.")
     assert _all_needed(found, claims) == (f"Both are needed: without one of these, {all_needed}.", (0, 1))
     text, lines = _one_enough(found, claims.assign(verdict=verdicts[0]))
     lost = all_needed if is_whole else "'x' is lost"
@@ -205,6 +205,13 @@ def test_a_word_of_what_is_never_removed_is_not_said_to_be_of_the_question():
         "Words of the question have no mark: 'Trees 会议'.",
         "Words of what else is never removed have no mark: 'Moss'.",
     ]
+
+
+def test_of_a_long_text_the_difference_is_quoted():
+    same = "The island is small, and a ferry sails there. " * 3
+    text = _from_difference(f"{same}A lighthouse stands there.", f"{same}A beach lies there.")
+    assert text == "… small, and a ferry sails there. A beach lies there."
+    assert _from_difference("A lighthouse.", "A beach.") == "A beach."
 
 
 @pytest.mark.parametrize(
