@@ -11,7 +11,7 @@ last message only the question is never removed (:func:`question_in`).
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Int
@@ -40,7 +40,8 @@ ROLES_ARE_WORDS = (
 )
 
 
-class _Section(NamedTuple):
+@dataclass(frozen=True)
+class _Section:
     """A section of a message's content: cut into units under this name, or the question, or (neither) a heading."""
 
     text: str

@@ -29,10 +29,11 @@ families: `pytest tests/bridge -k NAME -m "slow or not slow"`. A family of which
 in `native.py`, as `q_proj` to `o_proj`, and named in `NATIVE` (`parts.py`); recurrent layers need a mixer in `kvlens/mixers`.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
-class ModelType(NamedTuple):
+@dataclass(frozen=True)
+class ModelType:
     """A row of the table, about one model type of Transformers.
 
     Attributes:

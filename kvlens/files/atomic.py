@@ -22,8 +22,9 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 from kvlens.arguments import path_of
 from kvlens.errors import KVLensError
@@ -194,7 +195,8 @@ def _swapped(a: Path, b: Path) -> bool:
 # --- whether a folder may be written to ---
 
 
-class FolderKind(NamedTuple):
+@dataclass(frozen=True)
+class FolderKind:
     """What a folder holds.
 
     Attributes:

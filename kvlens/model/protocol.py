@@ -9,6 +9,7 @@ recurrent state, or in Falcon-H1 both. A :class:`Part` knows its hook points, it
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -116,7 +117,8 @@ class Norms(NamedTuple):
     before_mlp: nn.Module | None
 
 
-class Block(NamedTuple):
+@dataclass(frozen=True)
+class Block:
     """One layer.
 
     Attributes:
@@ -138,7 +140,8 @@ class Block(NamedTuple):
     scale: nn.Module | None = None
 
 
-class Ends(NamedTuple):
+@dataclass(frozen=True)
+class Ends:
     """How tokens enter the residual stream, and how the last x becomes logits:
 
         ((x - mean(x)) / s * norm_weight + norm_bias) W_U + b_U

@@ -19,8 +19,9 @@ stay exact, and Hugging Face computes rotary angles and RMS norms in float32 wha
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -84,7 +85,8 @@ LEAST = 1e-4
 """What is always allowed: weight processing in float32, and sums of thousands of terms, round more than one operation does."""
 
 
-class Trial(NamedTuple):
+@dataclass(frozen=True)
+class Trial:
     """What transformers' model predicts on a few tokens.
 
     Attributes:
@@ -182,7 +184,8 @@ def _difference(one: Float[Tensor, "pos d_vocab"], other: Float[Tensor, "pos d_v
     return float(((one - other).norm(dim=-1) / other.norm(dim=-1).clamp_min(tiny)).quantile(position))
 
 
-class PretrainedParts(NamedTuple):
+@dataclass(frozen=True)
+class PretrainedParts:
     """Everything needed to build a ``HookedTransformer``.
 
     Attributes:
@@ -201,7 +204,7 @@ class PretrainedParts(NamedTuple):
     state_dict: dict[str, Tensor]
     tokenizer: PreTrainedTokenizerBase | None
     shift_coefficients: dict[str, Tensor]
-    own_fields: Mapping[str, object] = {}
+    own_fields: Mapping[str, object] = field(default_factory=dict)
     trial: Trial | None = None
 
 
@@ -292,7 +295,7 @@ def load_pretrained_parts(
     if step is not None:
         parts.cfg.from_checkpoint, parts.cfg.checkpoint_value, parts.cfg.checkpoint_label_type = True, step, "step"
     files = source if isinstance(source, Path) else folder
-    return parts._replace(tokenizer=find_tokenizer(tokenizer or parts.tokenizer, files, official, parts.cfg))
+    return replace(parts, tokenizer=find_tokenizer(tokenizer or parts.tokenizer, files, official, parts.cfg))
 
 
 @contextlib.contextmanager

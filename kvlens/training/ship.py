@@ -40,7 +40,8 @@ def _trained_hybrid(folder: Path) -> set[str] | None:
     return {RUN_LOCK, *(f"model/{name}" for name in (CONFIG, CARD, *listed))} if isinstance(listed, dict) else None
 
 
-HYBRID_FOLDER = RUN_FOLDER._replace(
+HYBRID_FOLDER = replace(
+    RUN_FOLDER,
     name="a trained model (models of Transformers' classes are trained without a checkpoint to resume from)",
     own_files=_trained_hybrid,
     allow="ask for a restart (--restart)",

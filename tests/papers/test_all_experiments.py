@@ -82,7 +82,7 @@ def test_tiny_run_leaves_tables_figure_and_comparisons(name, tmp_path, monkeypat
     found, write = [], run.write_experiment
 
     def kept(it, *args, **kwargs):
-        found.append(it._replace(figure=cache(it.figure)))
+        found.append(replace(it, figure=cache(it.figure)))
         return write(found[0], *args, **kwargs)
 
     monkeypatch.setattr(run, "write_experiment", kept)

@@ -20,7 +20,7 @@ took more than an eighth (`LATE`) of its logarithm. As the steps double, it woul
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -61,7 +61,8 @@ CHOICES = {
 """What is chosen together with the learning rate, on the same seeds, where the paper says of some setting that it is better."""
 
 
-class Hypothesis(NamedTuple):
+@dataclass(frozen=True)
+class Hypothesis:
     """A claim of the paper about a variant compared with plain attention, or with other variants.
 
     Attributes:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -37,7 +37,8 @@ Tell = Callable[[str], None]
 """Reports progress in a sentence."""
 
 
-class Reproduction(NamedTuple):
+@dataclass(frozen=True)
+class Reproduction:
     """What an experiment found.
 
     Attributes:
