@@ -22,6 +22,8 @@ from kvlens.errors import KVLensError
 class KVBlock(TransformerBlock):
     """A transformer block with kvlens' attention, which normalizes its input once."""
 
+    attn: KVAttention
+
     def build_attention(self, cfg: Any, attn_type: str, layer: int) -> KVAttention:
         """The attention of layer ``layer``."""
         return (KVAttention if cfg.n_key_value_heads is None else GroupedQueryKVAttention)(cfg, attn_type, layer)

@@ -11,9 +11,10 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from kvlens.base import HookedTransformer
 from kvlens.base.config import HEAD_SIZES
 from kvlens.errors import warn
-from kvlens.kv_bias import Fingerprint
+from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.memory import BLOCK_NUMBERS
 from kvlens.model.config import HookedKVTransformerConfig
 
@@ -97,13 +98,13 @@ class WeightsThen:
 _WRITES = operator.attrgetter("_version")
 
 
-def look_again(model: Any, bias: Any, then: WeightsThen | None) -> WeightsThen | None:
+def look_again(model: Any, bias: KVBias | None, then: WeightsThen | None) -> WeightsThen | None:
     """Warn if ``model`` no longer has the weights that ``bias`` was made from, as far as ``then`` sees it.
 
     Returns:
         What the next pass compares with; None once it was said.
     """
-    if then is None or not then.changed():
+    if then is None or bias is None or not then.changed():
         return then
     if bias.fingerprint.weights == model.fingerprint().weights:
         return WeightsThen(model)
@@ -114,7 +115,7 @@ def look_again(model: Any, bias: Any, then: WeightsThen | None) -> WeightsThen |
     return None
 
 
-def fingerprint_of(model: Any) -> Fingerprint:
+def fingerprint_of(model: HookedTransformer) -> Fingerprint:
     """Structure and weights of this model, against which biases are checked.
 
     Reads every weight (about 10 GB per second) if one has changed since the last time.
@@ -123,7 +124,7 @@ def fingerprint_of(model: Any) -> Fingerprint:
     return while_unchanged(model, [*settings, model.rounded_from], partial(_fingerprint, model, model.cfg))
 
 
-def _fingerprint(model: Any, cfg: HookedKVTransformerConfig) -> Fingerprint:
+def _fingerprint(model: HookedTransformer, cfg: HookedKVTransformerConfig) -> Fingerprint:
     weights, rounded_from = weights_hash(model.state_dict()), model.rounded_from
     linear, shift, decay = cfg.attention == "linear", cfg.kv_shift, cfg.decay_per_head()
     shift_words = () if shift is None else (f"{k} {v}" for k, v in asdict(shift).items() if k != "init")

@@ -36,15 +36,17 @@ from transformer_lens.utilities import Slice
 from transformers import PreTrainedTokenizerBase
 
 from kvlens.arguments import check_characters, check_tokenizer
+from kvlens.base import HookedTransformer
 from kvlens.errors import KVLensError, brief, check_known, warn
 from kvlens.kv_bias import KVBias
 from kvlens.model.config import HookedKVTransformerConfig
+from kvlens.model.protocol import KVModel
 
 NOT_TOKENS = (torch.bool, torch.uint8)
 """Integer dtypes that torch treats as masks, not as indices."""
 
 
-def check_input(model: Any, given: Any, attention_mask: object, past: object) -> None:
+def check_input(model: KVModel, given: Any, attention_mask: object, past: object) -> None:
     """Raise KVLensError unless a forward pass can start from ``given``, and the mask matches its positions.
 
     Args:
@@ -76,7 +78,7 @@ def check_text(what: str, given: Any) -> None:
         check_characters(what, text)
 
 
-def check_tokens(model: Any, tokens: Tensor) -> None:
+def check_tokens(model: HookedTransformer, tokens: Tensor) -> None:
     """Raise KVLensError unless ``tokens``, of any shape, is not empty and holds integers below the model's ``cfg.d_vocab``."""
     n = model.cfg.d_vocab
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype in NOT_TOKENS:
@@ -269,7 +271,7 @@ def _block(name: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
-def ask_for(model: Any, names: Any, hook: Any = None) -> None:
+def ask_for(model: HookedTransformer, names: Any, hook: Any = None) -> None:
     """Record a name that would not fire; several names, or those of a filter, only if none of them would.
 
     The same applies to the names that one function is hooked to in separate calls.
@@ -281,7 +283,7 @@ def ask_for(model: Any, names: Any, hook: Any = None) -> None:
         model._may_be_silent += tuple((name, hook) for name in asked)
 
 
-def warn_of_silent_hooks(model: Any) -> None:
+def warn_of_silent_hooks(model: HookedTransformer) -> None:
     """Warn about hooks requested by name since the last pass that do not fire in this one because no bias is attached."""
     asked, model._may_be_silent = model._may_be_silent, ()
     hooked = [(name, hook) for name, hook in asked if is_silent(model, name) and model.hook_dict[name].has_hooks()]
@@ -295,13 +297,13 @@ def warn_of_silent_hooks(model: Any) -> None:
         )
 
 
-def is_silent(model: Any, name: str) -> bool:
+def is_silent(model: HookedTransformer, name: str) -> bool:
     """Whether a hook point does not fire because no bias is attached."""
     block, _, hook_point = name.rpartition(".attn.")
     return bool(block) and model.mod_dict[f"{block}.attn"].waits_for_a_bias(hook_point)
 
 
-def _called(model: Any) -> list[object]:
+def _called(model: HookedTransformer) -> list[object]:
     """The functions that are hooked to a point that fires, of which there is no warning."""
     points = [point for name, point in model.hook_dict.items() if not is_silent(model, name)]
     hooks = [handle.user_hook for point in points for handle in (*point.fwd_hooks, *point.bwd_hooks)]

@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from kvlens.base import HookedTransformer
+from kvlens.components import KVBlock
 from kvlens.kv_bias import Fingerprint, KVBias
 from kvlens.kv_bias.exact import PromptBatch, PromptReading
 from kvlens.ops.softmax_features import ScoreRule
@@ -304,7 +306,7 @@ class AttentionPart(ScoredPart):
         layer: its number.
     """
 
-    def __init__(self, block: Any, layer: int):
+    def __init__(self, block: KVBlock, layer: int):
         self.layer, self.attn, self.component = layer, block.attn, block.hook_attn_out
 
     @property
@@ -348,7 +350,7 @@ class AttentionPart(ScoredPart):
         return HeadMatrices(self.attn.W_Q, self.attn.W_K, self.attn.W_V, self.attn.W_O)
 
 
-def layers_of(model: Any) -> list[Block]:
+def layers_of(model: HookedTransformer) -> list[Block]:
     """The layers of a HookedKVTransformer: attention alone."""
     found = []
     for number, block in enumerate(model.blocks):
@@ -359,18 +361,18 @@ def layers_of(model: Any) -> list[Block]:
     return found
 
 
-def _norm_modules(block: Any) -> Norms:
+def _norm_modules(block: KVBlock) -> Norms:
     before_heads, before_mlp = (None if block.norms_follow else getattr(block, name, None) for name in ("ln1", "ln2"))
     return Norms(before_heads, block.norm_behind("ln1"), before_mlp)
 
 
-def _norms_around(block: Any) -> tuple[LinearNorm | None, LinearNorm | None]:
+def _norms_around(block: KVBlock) -> tuple[LinearNorm | None, LinearNorm | None]:
     norms = (None if block.norms_follow else getattr(block, "ln1", None), block.norm_behind("ln1"))
     before, behind = (None if x is None else LinearNorm(getattr(x, "w", 1.0), getattr(x, "centers", False)) for x in norms)
     return before, behind
 
 
-def ends_of(model: Any) -> Ends:
+def ends_of(model: HookedTransformer) -> Ends:
     """Those of a HookedKVTransformer.
 
     Whether the norm centers is asked of the module: ``cfg.final_rms`` still says RMSNorm where TransformerLens has folded it

@@ -38,13 +38,13 @@ from kvlens.components import (
     upgrade_cache,
 )
 from kvlens.memory import NUMBERS_AT_ONCE, WIDEST_ELSEWHERE, WIDEST_ON_CPU, by_device
-from kvlens.model.protocol import PromptBatch, PromptReading, QueriesRead
+from kvlens.model.protocol import KVModel, PromptBatch, PromptReading, QueriesRead
 
 MULTIPLE = 64
 """Segments consist of whole chunks of the chunked form."""
 
 
-def default_segment_length(model: Any, batch: int, most: int = WIDEST_ELSEWHERE) -> int:
+def default_segment_length(model: HookedTransformer, batch: int, most: int = WIDEST_ELSEWHERE) -> int:
     """Tokens per row and segment such that the widest activation has about the size of :mod:`kvlens.memory`, or of ``most``."""
     cfg, numbers = model.cfg, min(most, WIDEST_ON_CPU if model.W_E.device.type == "cpu" else WIDEST_ELSEWHERE)
     widest = max(cfg.d_model, cfg.d_mlp or 0, cfg.n_heads * max(cfg.d_head, cfg.d_phi))
@@ -52,7 +52,7 @@ def default_segment_length(model: Any, batch: int, most: int = WIDEST_ELSEWHERE)
 
 
 def streams(
-    model: Any,
+    model: HookedTransformer,
     tokens: object,
     mask: Tensor | None,
     cache: TransformerLensKeyValueCache | None,
@@ -88,7 +88,7 @@ def has_hooks(model: torch.nn.Module) -> bool:
     return bool(torch.nn.modules.module._has_any_global_hook()) or is_hooked(*model.modules())
 
 
-def wants_gradients(model: Any, cache: TransformerLensKeyValueCache | None = None) -> bool:
+def wants_gradients(model: HookedTransformer, cache: TransformerLensKeyValueCache | None = None) -> bool:
     """Whether a pass would build a graph: gradients are enabled and required by a weight, the attached bias or the cache."""
     if not torch.is_grad_enabled():
         return False
@@ -100,7 +100,7 @@ def wants_gradients(model: Any, cache: TransformerLensKeyValueCache | None = Non
 
 
 def mask_of(
-    model: Any,
+    model: HookedTransformer,
     tokens: Int[Tensor, "batch pos"],
     prepend_bos: object = USE_DEFAULT_VALUE,
     padding_side: object = USE_DEFAULT_VALUE,
@@ -116,7 +116,7 @@ def mask_of(
 
 
 def segments(
-    model: Any,
+    model: HookedTransformer,
     tokens: Int[Tensor, "batch pos"],
     mask: Int[Tensor, "batch offset_pos"] | None = None,
     states: Sequence[Any] | None = None,
@@ -159,7 +159,7 @@ def segments(
 @checked
 @torch.no_grad()
 def run_in_segments(
-    model: Any,
+    model: HookedTransformer,
     tokens: Int[Tensor, " pos"],
     fwd_hooks: Sequence[tuple[str, Callable[..., Any]]],
     *,
@@ -213,7 +213,7 @@ def run_in_segments(
 
 
 def forward_in_segments(
-    model: Any,
+    model: HookedTransformer,
     tokens: Int[Tensor, "batch pos"],
     mask: Int[Tensor, "batch pos"] | None,
     cache: TransformerLensKeyValueCache | None,
@@ -277,7 +277,7 @@ def _mean_loss(losses: Tensor, mask: Tensor | None, per_token: bool) -> Tensor:
     return losses if per_token else losses.sum() / n
 
 
-def asks_for_positions_alone(model: Any) -> bool:
+def asks_for_positions_alone(model: KVModel) -> bool:
     """Whether a softmax model's tokens may stand anywhere with positions of their own, others that are hidden between them: no
     layer asks how far apart two of them are, or how many there are."""
     cfg = model.cfg
@@ -306,7 +306,7 @@ def read_before_the_last(
 
 
 def logits_on(
-    model: Any,
+    model: HookedTransformer,
     text: Int[Tensor, "batch pos"],
     n_last: int,
     *,
@@ -349,7 +349,7 @@ def logits_on(
 
 
 def logits_of(
-    model: Any, residual: Float[Tensor, "batch pos d_model"], layer: int | None = None, n_last: int | None = None
+    model: HookedTransformer, residual: Float[Tensor, "batch pos d_model"], layer: int | None = None, n_last: int | None = None
 ) -> Float[Tensor, "batch n_last d_vocab"]:
     """See :meth:`kvlens.KVModel.logits_of`."""
     n_layers, n_last = model.cfg.n_layers, n_last or residual.shape[1]
@@ -364,7 +364,7 @@ def logits_of(
     return logits
 
 
-def read_prompt(model: Any, prompt: PromptBatch, with_queries: bool = False) -> PromptReading:
+def read_prompt(model: HookedTransformer, prompt: PromptBatch, with_queries: bool = False) -> PromptReading:
     """See :meth:`kvlens.model.protocol.KVModel.read_prompt`; hooks and gradients see the whole prompt."""
     tokens, mask = prompt.tokens, prompt.mask
     read, scored = None if mask is None else mask.long(), list[Any]()
@@ -393,7 +393,7 @@ def read_prompt(model: Any, prompt: PromptBatch, with_queries: bool = False) -> 
 
 
 @torch.no_grad()
-def read_queries(model: Any, tokens: Tensor, layers: range | None = None) -> list[QueriesRead]:
+def read_queries(model: HookedTransformer, tokens: Tensor, layers: range | None = None) -> list[QueriesRead]:
     """See :meth:`kvlens.model.protocol.KVModel.read_queries`; in float32 or better."""
     layers = range(model.cfg.n_layers) if layers is None else layers
     length = _at_once(model, tokens)
@@ -408,19 +408,19 @@ def read_queries(model: Any, tokens: Tensor, layers: range | None = None) -> lis
     return [QueriesRead(*map(torch.cat, zip(*parts, strict=True), [1] * 3)) for parts in zip(*read, strict=True)]
 
 
-def _holds_no_scores(model: Any) -> bool:
+def _holds_no_scores(model: HookedTransformer) -> bool:
     """Whether torch's kernel computes every layer and sees by itself which keys are later."""
     by_kernel = all(runs_fused(block.attn) and block.attn.attn_type == "global" for block in model.blocks)
     return by_kernel and model.cfg.positional_embedding_type != "alibi"
 
 
-def _at_once(model: Any, tokens: Tensor) -> int:
+def _at_once(model: HookedTransformer, tokens: Tensor) -> int:
     """How many tokens of each text are read at once after what is attached."""
     batch, n_pos = tokens.shape
     return tokens_at_once(model, batch, n_pos, 0 if model.attached_kv_bias is None else model.attached_kv_bias.d_phi)
 
 
-def _entries(model: Any, batch: int) -> Sequence[object]:
+def _entries(model: HookedTransformer, batch: int) -> Sequence[object]:
     """What softmax layers keep between segments, empty, each of its own sizes."""
     cache = model.empty_cache(batch)
     if model.cfg.needs_own_cache:
@@ -430,7 +430,7 @@ def _entries(model: Any, batch: int) -> Sequence[object]:
     return entries
 
 
-def tokens_at_once(model: Any, batch: int, n_pos: int, n_keys: int) -> int:
+def tokens_at_once(model: HookedTransformer, batch: int, n_pos: int, n_keys: int) -> int:
     """How many tokens of each text, of ``n_pos`` tokens, can be read at once after ``n_keys`` keys; at least one."""
     return min(
         n_pos,
@@ -439,7 +439,7 @@ def tokens_at_once(model: Any, batch: int, n_pos: int, n_keys: int) -> int:
 
 
 @contextlib.contextmanager
-def observed(model: Any) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
+def observed(model: HookedTransformer) -> Iterator[list[tuple[Tensor, Tensor, Tensor]]]:
     """Inside the block, (q, k, v) of every layer, as scored, are appended to the list in the order of the layers.
 
     Raises:
