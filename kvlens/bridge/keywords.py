@@ -29,7 +29,7 @@ def take_earlier_names(model: nn.Module) -> None:
         model.register_forward_pre_hook(_by_new_name, with_kwargs=True)
 
 
-def with_cache(kwargs: Mapping[str, Any], cache: Cache | None, name: str = ATTENTION) -> dict[str, object]:
+def with_cache(kwargs: Mapping[str, Any], cache: object, name: str = ATTENTION) -> dict[str, object]:
     """The keywords of a part, with another cache, by the name that TransformerLens looks for."""
     others = {key: given for key, given in kwargs.items() if key not in ("cache", *EARLIER)}
     return others if cache is None else {**others, name: cache}

@@ -22,7 +22,6 @@ from torch.utils.hooks import RemovableHandle
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.model_bridge import TransformerBridge
 from transformer_lens.model_bridge.generalized_components import (
-    BlockBridge,
     JointQKVAttentionBridge,
     JointQKVPositionEmbeddingsAttentionBridge,
     MLAAttentionBridge,
@@ -106,7 +105,7 @@ def layers_of(bridge: TransformerBridge) -> list[Block]:
     return found
 
 
-def _mlp_of(block: BlockBridge, end: str = "out") -> nn.Module | None:
+def _mlp_of(block: GeneralizedComponent, end: str = "out") -> nn.Module | None:
     """What the output of a block's MLP comes out of, or what it reads goes into: the MLP, a norm behind it, or its projections
     where Transformers has no module around it (OPT)."""
     mlp = getattr(block, "mlp", None)
@@ -320,7 +319,7 @@ def norms_around(model: TransformerBridge, layer: int) -> tuple[LinearNorm | Non
     return before, behind
 
 
-def _norms_of(block: BlockBridge) -> Norms:
+def _norms_of(block: GeneralizedComponent) -> Norms:
     """The norms of a block, by their names in Transformers.
 
     ``post_attention_layernorm`` comes after the attention in blocks that have a norm after the MLP too (Gemma 2 and 3, OLMo 2),

@@ -78,7 +78,7 @@ def check_text(what: str, given: Any) -> None:
         check_characters(what, text)
 
 
-def check_tokens(model: HookedTransformer, tokens: Tensor) -> None:
+def check_tokens(model: KVModel, tokens: Tensor) -> None:
     """Raise KVLensError unless ``tokens``, of any shape, is not empty and holds integers below the model's ``cfg.d_vocab``."""
     n = model.cfg.d_vocab
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype in NOT_TOKENS:
