@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvlens.chat import PLACEHOLDER, has_chat_template, written_behind
 from kvlens.conversion.prompt import PromptBatch
@@ -168,21 +169,22 @@ def _read(
 ) -> list[tuple[Float[Tensor, " pos"], Tensor]]:
     """Of each token of the sentences the log-probability, and whether it is the first choice; 0 and True for a first one."""
     rows = list(map(torch.cat, said))
-    longest = max(map(len, rows))
-    padded = torch.stack([torch.cat([row, row.new_zeros(longest - len(row))]) for row in rows])
-    at_once = max(1, NUMBERS_PER_PASS // (longest * model.cfg.d_vocab))
-    found = []
+    left = sorted(range(len(rows)), key=lambda i: len(rows[i]), reverse=True)
+    found: dict[int, tuple[Tensor, Tensor]] = {}
     with model.kv_bias(attached) if attached is not None else contextlib.nullcontext():
-        for some in padded.split(at_once):
+        while left:
+            at_once = max(1, NUMBERS_PER_PASS // (len(rows[left[0]]) * model.cfg.d_vocab))
+            some, left = left[:at_once], left[at_once:]
+            tokens = pad_sequence([rows[i] for i in some], batch_first=True)
             before = None if attached is not None or not len(base) else base.expand(len(some), -1)
-            logits = model.logits_on(some, longest, before=before)[:, :-1]
+            logits = model.logits_on(tokens, tokens.shape[1], before=before)[:, :-1]
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            log_p = logits.log_softmax(dim=-1).gather(-1, some[:, 1:, None])[..., 0]
-            is_first = logits.argmax(dim=-1) == some[:, 1:]
-            found += list(zip(log_p.cpu(), is_first.cpu(), strict=True))
+            log_p = logits.log_softmax(dim=-1).gather(-1, tokens[:, 1:, None])[..., 0]
+            is_first = logits.argmax(dim=-1) == tokens[:, 1:]
+            found |= zip(some, zip(log_p.cpu(), is_first.cpu(), strict=True), strict=True)
     cut_out = []
-    for (lead, tokens), (log_p, is_first) in zip(said, found, strict=True):
-        n, first = len(tokens), len(lead) - 1
+    for i, (lead, tokens) in enumerate(said):
+        (log_p, is_first), n, first = found[i], len(tokens), len(lead) - 1
         if first < 0:
             log_p, is_first, first = torch.cat([log_p.new_zeros(1), log_p]), torch.cat([is_first.new_ones(1), is_first]), 0
         cut_out.append((log_p[first : first + n], is_first[first : first + n]))
