@@ -40,7 +40,7 @@ def static() -> None:
     def in_words(found: object) -> str:
         return "".join(f"<p>{paragraph}</p>" for paragraph in escape(str(found)).split("\n\n"))
 
-    html.for_type_by_name("kvlens.explanation.explained", "Explained", in_words)
+    html.for_type_by_name("kvlens.explanation.view", "Explained", in_words)
 
 
 def make(script: Path) -> Path:
