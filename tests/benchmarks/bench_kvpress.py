@@ -123,11 +123,7 @@ def _positions(attention: Any, whole: Any, cache: Any, head: int) -> list[int]:
     return sorted(torch.cdist(cache.keys[0, head], whole.keys[0, head]).argmin(dim=1).tolist())
 
 
-MOST = 16
-"""Tokens of an answer, as in ``bench_recall.py``, which the other interpreter cannot import."""
-
-
-def answers_there(folder: str, documents: Path, ratios: list[float], presses: list[str]) -> None:
+def answers_there(folder: str, documents: Path, ratios: list[float], presses: list[str], most: int) -> None:
     """Writes what the model says to the questions of each document with the keys that each press keeps."""
     import kvpress
     from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -139,7 +135,7 @@ def answers_there(folder: str, documents: Path, ratios: list[float], presses: li
     def said(cache: Any, question: list[int], n_before: int) -> str:
         lengths, text, step = [layer.keys.shape[2] for layer in cache.layers], [], question
         at = n_before
-        while len(text) < MOST:
+        while len(text) < most:
             positions = torch.arange(at, at + len(step))[None]
             logits = model(torch.tensor([step]), past_key_values=cache, position_ids=positions).logits[0, -1]
             at, step = at + len(step), [int(logits.argmax())]
@@ -210,11 +206,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--answers", metavar="FOLDER", help="a chat model that is asked about documents")
     parser.add_argument("--ratios", nargs="+", type=float, default=[0.1, 0.05, 0.25, 0.15])
     parser.add_argument("--documents", nargs="+", help="names; without them the six final ones")
+    parser.add_argument("--most", type=int, default=16, help="tokens of an answer, as in bench_recall.py (default: 16)")
     parser.add_argument("--joined", type=int, default=1, help="documents in one chat (default: 1)")
     parser.add_argument("--presses", nargs="+", default=["KVzipPress"], help="classes of kvpress that take a compression ratio")
     asked = parser.parse_args(argv)
     if asked.theirs is not None and asked.answers:
-        answers_there(asked.answers, asked.theirs / "documents.json", asked.ratios, asked.presses)
+        answers_there(asked.answers, asked.theirs / "documents.json", asked.ratios, asked.presses, asked.most)
         return
     if asked.theirs is not None:
         found = [kept_there(seed, asked.theirs / str(seed)) for seed in range(asked.seeds)]

@@ -1,0 +1,194 @@
+"""RULER's needles under a few of the prompt's keys: kvlens' methods, and kvpress' own code on the same cases.
+
+    python tests/benchmarks/bench_ruler.py MODEL --data ruler-1024.jsonl.gz --tokenizer smollm2 --out FILE [--ways ...]
+    python tests/benchmarks/bench_ruler.py MODEL ... --python kvpress-env/bin/python --folder FOLDER
+    python tests/benchmarks/bench_ruler.py --out FILE --table
+
+MODEL is a folder or GGUF file of a chat model. DATA has lines with "tokenizer", "task", "input" (a text with needles and, as
+its last line, a question), "answer_prefix" and "outputs", from NVIDIA's generator (Hsieh et al. 2024); those of TOKENIZER are
+read. What is converted is the chat up to the question, as kvpress evaluates; question, template and prefix follow it. A case's
+score is ``string_match_all``: the share of its outputs that occur in what the model says, which ends where it stops, after
+:data:`MOST` tokens, or as soon as every output has occurred. One JSON line for each case, way and share of the keys; what is in
+the file is not run again. FOLDER is the same model as Transformers saves it, for kvpress (see ``bench_kvpress.py``).
+
+Printed: the mean over tasks by way and share, with a 95 % interval (bootstrap over the cases of each task), over the cases that
+all ways have.
+"""
+
+import argparse
+import gzip
+import json
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+import kvlens
+from kvlens.conversion import Approximation, ExpectedAttention, KVzip, Landmark, SnapKV, StreamingLLM, Teacher
+from kvlens.conversion.prompt import PromptBatch
+from kvlens.conversion.prompt_pass import convert_exactly
+from kvlens.explanation.runs import greedy, stop_tokens
+
+SHARES = (0.5, 0.25, 0.1, 0.05)
+MOST = 128
+FEW_TEXTS: dict[str, Any] = dict(n_continuations=2, continuation_length=2, n_held_out=0)
+"""No text for a method that reads none."""
+WAYS: dict[str, tuple[type, dict[str, Any]]] = {
+    "kvzip": (KVzip, FEW_TEXTS),
+    "snapkv": (SnapKV, FEW_TEXTS),
+    "expected_attention": (ExpectedAttention, FEW_TEXTS),
+    "streaming_llm": (StreamingLLM, FEW_TEXTS),
+    "landmark": (Landmark, dict(n_held_out=0)),
+}
+PRESSES = ("KVzipPress", "SnapKVPress", "ExpectedAttentionPress", "StreamingLLMPress")
+Row = dict[str, Any]
+
+
+class ReadOnce(Teacher):
+    """A teacher that reads a text behind the prompt once for all shares."""
+
+    def read(self, bias: Any, texts: Any, layers: Any = None) -> Any:
+        kept = self.__dict__.setdefault("kept", [])
+        for known, queries in kept:
+            if layers is None and len(known) == len(texts) and all(map(torch.equal, known, texts)):
+                return queries
+        queries = super().read(bias, texts, layers)
+        if layers is None and bias is self.whole:
+            kept.append((texts, queries))
+        return queries
+
+
+def cases_of(data: Path, tokenizer: str, most: int) -> Iterator[Row]:
+    """The first ``most`` cases of each task, numbered, task after task."""
+    seen: dict[str, int] = {}
+    with gzip.open(data, "rt") as lines:
+        for case in map(json.loads, lines):
+            number = seen.get(case["task"], 0)
+            if case["tokenizer"] == tokenizer and number < most:
+                seen[case["task"]] = number + 1
+                yield {**case, "number": number}
+
+
+def parts_of(model: Any, case: Row) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens before the question, and those of the question and the answer's beginning."""
+    text, question = case["input"].rsplit("\n", 1)
+    asked, other = (
+        kvlens.Chat([{"role": "user", "content": f"{text}\n{last}"}]).tokens(model).flatten() for last in (question, "0")
+    )
+    shorter = min(len(asked), len(other))
+    n_before = int((asked[:shorter] == other[:shorter]).long().cumprod(dim=0).sum())
+    prefix = model.tokenizer(case["answer_prefix"].lstrip(), add_special_tokens=False)["input_ids"]
+    return asked[:n_before], torch.cat([asked[n_before:], asked.new_tensor(prefix)])
+
+
+def score(text: str, case: Row) -> float:
+    return sum(output.lower() in text.lower() for output in case["outputs"]) / len(case["outputs"])
+
+
+@torch.no_grad()
+def rows_of_case(model: Any, case: Row, wanted: list[tuple[str, float]]) -> Iterator[Row]:
+    """What the model says under each way and share, all in one batch."""
+    before, behind = parts_of(model, case)
+    prompt = PromptBatch(before[None], None, False)
+    exact = convert_exactly(model, prompt, (), None, model.fingerprint(), True)
+    biases, seconds, teachers = [], [], {}
+    for way, share in wanted:
+        began = time.process_time()
+        if way == "exact":
+            bias = exact.bias
+        else:
+            kind, options = WAYS[way]
+            method: Approximation = kind(ratio=share, **options)
+            if kind not in teachers:
+                teachers[kind] = ReadOnce(model, prompt, exact, None, method)
+            bias = method.fit(teachers[kind])
+        biases.append(bias.select_prompt(0))
+        seconds.append(time.process_time() - began)
+    stops, none = stop_tokens(model), behind.new_zeros(len(wanted), 0)
+
+    def ends(text: list[int]) -> bool:
+        return text[-1] in stops or score(model.tokenizer.decode(text), case) == 1
+
+    texts = greedy(model, kvlens.KVBias.batch(biases), behind, none, none.sum(dim=1), MOST, ends)
+    for (way, share), text, spent in zip(wanted, texts, seconds, strict=True):
+        said = model.tokenizer.decode(text, skip_special_tokens=True)
+        of_case = dict(task=case["task"], number=case["number"], n_tokens=len(before))
+        yield of_case | dict(way=way, share=share, score=score(said, case), said=said, processor=round(spent, 1))
+
+
+def by_kvpress(args: argparse.Namespace, model: Any, cases: list[Row], presses: list[str]) -> Iterator[Row]:
+    """What the model says in Transformers under kvpress' own methods."""
+    named = {f"{case['task']} {case['number']}": case for case in cases}
+    parts = {name: [part.tolist() for part in parts_of(model, case)] for name, case in named.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        documents = [dict(name=name, before=before, questions=[behind]) for name, (before, behind) in parts.items()]
+        Path(folder, "documents.json").write_text(json.dumps(documents))
+        program = str(Path(__file__).with_name("bench_kvpress.py"))
+        options = ["--theirs", folder, "--answers", args.folder, "--most", str(MOST), "--ratios", *map(str, args.shares)]
+        subprocess.run([args.python, "-W", "ignore", program, *options, "--presses", *presses], check=True, env={})
+        said = json.loads(Path(folder, "said.json").read_text())
+    for row in said:
+        case = named[row["document"]]
+        of_case = dict(task=case["task"], number=case["number"], n_tokens=len(parts[row["document"]][0]))
+        way, share = ("kvpress " + row["way"], row["ratio"]) if row["way"] != "exact" else ("transformers", 1.0)
+        text = row["said"][0]
+        yield of_case | dict(way=way, share=share, score=score(text, case), said=text, processor=round(row["processor"], 1))
+
+
+def table(rows: pd.DataFrame, draws: int = 2000) -> pd.DataFrame:
+    """The mean over tasks by way and share, with an interval, over the cases that all of them have."""
+    of_way = rows.groupby(["way", "share"])
+    every = rows.groupby(["task", "number"])["way"].transform("size")
+    whole = rows[every == len(of_way)]
+    generator, found = np.random.default_rng(0), []
+    for (way, share), own in whole.groupby(["way", "share"]):
+        by_task = [scores.to_numpy() for _, scores in own.groupby("task")["score"]]
+        drawn = sum(x[generator.integers(len(x), size=(draws, len(x)))].mean(axis=1) for x in by_task) / len(by_task)
+        low, high = np.percentile(drawn, [2.5, 97.5])
+        found.append(dict(way=way, share=share, cases=len(own), mean=np.mean([x.mean() for x in by_task]), low=low, high=high))
+    return pd.DataFrame(found).sort_values(["share", "mean"], ascending=False)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--tokenizer", default="smollm2")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES))
+    parser.add_argument("--cases", type=int, default=10, help="of each task")
+    parser.add_argument("--python", help="an interpreter that has kvpress")
+    parser.add_argument("--folder", help="the model as Transformers saves it")
+    parser.add_argument("--table", action="store_true", help="print the table alone")
+    args = parser.parse_args(argv)
+    rows = [json.loads(line) for line in args.out.read_text().splitlines()] if args.out.exists() else []
+    if not args.table:
+        torch.set_num_threads(1)
+        model, cases = kvlens.load(args.model), list(cases_of(args.data, args.tokenizer, args.cases))
+        done = {(row["task"], row["number"], row["way"], row["share"]) for row in rows}
+        cells = [("exact", 1.0), *((way, share) for way in args.ways for share in args.shares)]
+        with args.out.open("a") as out:
+            for case in sorted(cases, key=lambda case: case["number"]):
+                if args.python:
+                    break
+                left = [cell for cell in cells if (case["task"], case["number"], *cell) not in done]
+                for row in rows_of_case(model, case, left) if left else ():
+                    rows.append(row)
+                    out.write(json.dumps(row) + "\n")
+                out.flush()
+                print(case["task"], case["number"], flush=True)
+            for row in by_kvpress(args, model, cases, list(PRESSES)) if args.python else ():
+                rows.append(row)
+                out.write(json.dumps(row) + "\n")
+    print(table(pd.DataFrame(rows)).to_string(index=False, float_format=lambda x: f"{x:.3f}"))
+
+
+if __name__ == "__main__":
+    main()
