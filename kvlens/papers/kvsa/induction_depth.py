@@ -39,7 +39,7 @@ LEARNED = 0.99
 @experiment(
     "KVSA fig. 1a",
     "Does one layer with KV shift learn induction, for which plain attention needs two?",
-    cost=("a few seconds", "an hour and a half on one core"),
+    cost=("a few seconds", "two hours on one core"),
     task=dict(vocab_size=(16, 64), length=(16, 32), law="first_repeat"),
     deep_task=dict(law=("repeated_block", "repeated_block")),
     model=dict(d_model=(16, 64), d_head=(8, 16), **LLAMA_BLOCKS),
