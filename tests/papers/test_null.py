@@ -129,8 +129,9 @@ def width_runs(runs):
 
 
 def depth_runs(runs):
-    """Steps to the goal, and accuracies at the end that scatter around it (the two claims with a bound)."""
-    ends = {induction_depth.SHIFT_1: runs(lead=0.75), induction_depth.PLAIN_1: runs(lead=-0.75)}
+    """Steps to the goal, and accuracies at the end that scatter around it (the three claims with a bound)."""
+    leads = {induction_depth.SHIFT_1: 0.75, induction_depth.PLAIN_2: 0.75, induction_depth.PLAIN_1: -0.75}
+    ends = {model: runs(lead=lead) for model, lead in leads.items()}
     ends = {m: v - MEANS[runs.noise] + induction_depth.LEARNED for m, v in ends.items()}
     few, deep = (dict(compared=name, law="first repeat") for name in induction_depth.COMPARED)
     curves = stacked(runs.table(v, model=m, step=10, split="heldout", **few) for m, v in ends.items())
@@ -139,7 +140,7 @@ def depth_runs(runs):
     steps = stacked(
         runs.table(runs(lead), model=m, **own).assign(steps=lambda t: 500 - 100 * t["accuracy"]) for m, lead, own in fast
     )
-    return induction_depth.compare(curves, steps, 10_000, None)
+    return induction_depth.compare(curves, steps, 10_000, None, None)
 
 
 def head_runs(runs):
