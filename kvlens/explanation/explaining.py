@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -175,10 +176,12 @@ class Explaining:
     def _question_words(self) -> frozenset[str]:
         """Content words of what is in no unit."""
         in_unit = self.own.any(dim=0)
-        kept = (word for word in self.prompt_words() if not bool(in_unit[word.start : word.stop].any()))
+        kept = (word for word in self.prompt_words if not bool(in_unit[word.start : word.stop].any()))
         return frozenset(normal(word.text) for word in kept if is_content(word))
 
+    @cached_property
     def prompt_words(self) -> tuple[Word, ...]:
+        """The words of the prompt, with the text that follows it."""
         return Response.of(self.model, self.prompt[:0], self.prompt).words
 
     def of_words(self, falls: Float[Tensor, " pos"]) -> list[float]:

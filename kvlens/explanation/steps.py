@@ -140,7 +140,7 @@ def _read_prompt(model: KVModel, prompt: Any, text: Any, by: By) -> ReadPrompt:
         )
     follows = tokens[len(layout.tokens) :]
     names = units_of_names(model, layout) if isinstance(by, str) else []
-    rest = tuple(_always_there(model, layout, isinstance(by, str), follows))
+    rest = tuple(_always_there(model, layout, isinstance(by, str), follows, len(names)))
     asked = [layout.text[piece.start : piece.stop] for piece in layout.asked]
     question = " ".join([*asked, *([Response.of(model, layout.tokens, follows).text] if len(follows) else [])])
     last = max(i for i, piece in enumerate(pieces_of_tokens(layout)) if piece is not None)
@@ -150,29 +150,23 @@ def _read_prompt(model: KVModel, prompt: Any, text: Any, by: By) -> ReadPrompt:
     return ReadPrompt(tokens, units, unit_places, documents, places, rest, question, n_prompt, layout, names)
 
 
-def _with_names(read: ReadPrompt, names: Sequence[Unit]) -> ReadPrompt:
+def _with_names(model: KVModel, read: ReadPrompt, names: Sequence[Unit]) -> ReadPrompt:
     """A prompt with some documents' names as units, too."""
     units = sorted([*read.units, *names], key=lambda unit: unit.start)
     documents, places = documents_of(read.layout, units)
-    n = len(read.names)
-    before, left = _names_in_words(n, n), _names_in_words(n - len(names), n)
-    rest = tuple(filter(None, (left if each == before else each for each in read.always_there)))
+    follows = read.tokens[len(read.layout.tokens) :]
+    rest = tuple(_always_there(model, read.layout, True, follows, len(read.names) - len(names)))
     return replace(read, units=units, unit_places=places, documents=documents, always_there=rest)
 
 
-def _names_in_words(n_left: int, n: int) -> str:
-    """Those names of documents that are in no unit; empty where there are none."""
-    which = "document's name" if n_left == 1 else "documents' names"
-    return f"the {'' if n_left == n else 'other '}{which}" if n_left else ""
-
-
-def _always_there(model: KVModel, layout: Layout, is_cut: bool, text: Tensor) -> Iterator[str]:
+def _always_there(model: KVModel, layout: Layout, is_cut: bool, text: Tensor, n_names: int) -> Iterator[str]:
     """What is in no unit, in words.
 
     Args:
         layout: the prompt.
         is_cut: whether the whole of it was cut into units; otherwise these were given, and the rest is in none.
         text: what follows it.
+        n_names: how many of its documents' names are in no unit.
     """
     is_chat = any(piece.name for piece in [*layout.pieces, *layout.asked])
     if not is_cut:
@@ -180,8 +174,9 @@ def _always_there(model: KVModel, layout: Layout, is_cut: bool, text: Tensor) ->
     else:
         for asked in layout.asked:
             yield f"the question ({quoted(layout.text[asked.start : asked.stop], LONGEST_ASKED)})"
-        if layout.names:
-            yield _names_in_words(len(layout.names), len(layout.names))
+        if n_names:
+            which = "document's name" if n_names == 1 else "documents' names"
+            yield f"the {'' if n_names == len(layout.names) else 'other '}{which}"
     if len(text):
         said = quoted(Response.of(model, layout.tokens, text).text, LONGEST_ASKED)
         yield f"{'the beginning of the answer' if is_chat else 'the text'} ({said})"
@@ -306,10 +301,10 @@ class Steps(Explaining):
         """Make a unit of each document's name that has a content word of the response which the question has not."""
         asked = set(map(normal, WORD.findall(self.read.question)))
         said = {normal(word.text) for word in self.response.words if is_content(word)} - asked
-        held = [word.start for word in self.prompt_words() if normal(word.text) in said]
+        held = [word.start for word in self.prompt_words if normal(word.text) in said]
         names = [name for name in self.read.names if any(name.start <= start < name.stop for start in held)]
         if names:
-            self.read = _with_names(self.read, names)
+            self.read = _with_names(self.model, self.read, names)
             self.units, self.own = self.read.units, positions_of(self.read.units, len(self.prompt))
             self.runs.own = self.own[:, :-1]
 

@@ -191,10 +191,15 @@ def studied(model: Any, whole: kvlens.KVBias, n: int) -> Texts:
 def asked(model: Any, document: Made) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The tokens before the questions, and those of each question; all of these begin with the last token that they share."""
     chats = [kvlens.Chat.ask(q, document["texts"]).tokens(model) for q, _ in document["questions"]]
-    shortest = min(map(len, chats))
-    same = (torch.stack([chat[:shortest] for chat in chats]) == chats[0][:shortest]).all(dim=0)
-    n_before = int(same.long().cumprod(dim=0).sum()) - 1
+    n_before = n_alike(chats) - 1
     return chats[0][:n_before], [chat[n_before:] for chat in chats]
+
+
+def n_alike(rows: list[torch.Tensor]) -> int:
+    """With how many tokens all rows begin alike."""
+    shortest = min(map(len, rows))
+    same = (torch.stack([row[:shortest] for row in rows]) == rows[0][:shortest]).all(dim=0)
+    return int(same.long().cumprod(dim=0).sum())
 
 
 def answers(model: Any, bias: kvlens.KVBias, questions: list[torch.Tensor]) -> list[str]:

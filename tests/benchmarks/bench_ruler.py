@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from bench_recall import n_alike
 
 import kvlens
 from kvlens.conversion import Approximation, ExpectedAttention, KVzip, Landmark, SnapKV, StreamingLLM, Teacher
@@ -53,14 +54,17 @@ Row = dict[str, Any]
 class ReadOnce(Teacher):
     """A teacher that reads a text behind the prompt once for all shares."""
 
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.kept: list[tuple[Any, Any]] = []
+
     def read(self, bias: Any, texts: Any, layers: Any = None) -> Any:
-        kept = self.__dict__.setdefault("kept", [])
-        for known, queries in kept:
+        for known, queries in self.kept:
             if layers is None and len(known) == len(texts) and all(map(torch.equal, known, texts)):
                 return queries
         queries = super().read(bias, texts, layers)
         if layers is None and bias is self.whole:
-            kept.append((texts, queries))
+            self.kept.append((texts, queries))
         return queries
 
 
@@ -81,8 +85,7 @@ def parts_of(model: Any, case: Row) -> tuple[torch.Tensor, torch.Tensor]:
     asked, other = (
         kvlens.Chat([{"role": "user", "content": f"{text}\n{last}"}]).tokens(model).flatten() for last in (question, "0")
     )
-    shorter = min(len(asked), len(other))
-    n_before = int((asked[:shorter] == other[:shorter]).long().cumprod(dim=0).sum())
+    n_before = n_alike([asked, other])
     prefix = model.tokenizer(case["answer_prefix"].lstrip(), add_special_tokens=False)["input_ids"]
     return asked[:n_before], torch.cat([asked[n_before:], asked.new_tensor(prefix)])
 
