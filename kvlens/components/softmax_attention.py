@@ -53,9 +53,9 @@ class SoftmaxHeads(Heads):
     |---|---|
     | ridge attention | ``_solved`` |
     | no bias | ``_fused`` where :func:`runs_fused`, else ``_by_steps`` |
-    | virtual keys of positive weight, no intermediate hooked: fused | ``_fused`` for the text, ``merge_extra_keys`` |
-    | ... and one query, few keys, plain scores | ``last_with_extra_keys`` |
-    | ... and gradients are required | ``attend_with_extra_keys`` if scores are plain, otherwise as for any other bias |
+    | virtual keys of positive weight, no phi(q) or summand of z hooked | ``_fused`` for the text, ``merge_extra_keys`` |
+    | ... and one query, few keys, plain scores, log n not hooked | ``last_with_extra_keys`` |
+    | ... and gradients, log n not hooked, plain scores | ``attend_with_extra_keys``; with others as for any other bias |
     | any other bias | ``_fused`` or, with gradients, ``_by_steps`` for the text, joined to the bias by ``_joined`` |
     """
 
@@ -88,7 +88,7 @@ class SoftmaxHeads(Heads):
             bias = attn.layer_bias.through_hooks(attn, q.shape[2], q.device, wide)
         extra = self._extra_keys(bias) if self.fused and bias is not None else None
         gradient = extra is not None and _wants_gradient(q, k, v, *extra[:3])
-        if gradient and not self._scores_are_plain():
+        if gradient and (is_hooked(attn.hook_normalizer) or not self._scores_are_plain()):
             extra = None
         if extra is not None:
             if attn.normalizers is not None:
@@ -108,7 +108,9 @@ class SoftmaxHeads(Heads):
         if log_n is None or bias is None:
             return HeadOutputs(z)
         if extra is not None:
-            return HeadOutputs(merge_extra_keys(z, log_n, q, extra, scale))
+            z, log_n = merge_extra_keys(z, log_n, q, extra, scale)
+            attn.hook_normalizer(log_n)
+            return HeadOutputs(z)
         joined = self._joined(z.to(log_n.dtype), ScaledMass.of_log(log_n), bias)
         return HeadOutputs(joined.z_context, joined.z_bias)
 
@@ -124,10 +126,10 @@ class SoftmaxHeads(Heads):
         return fused_softmax_attention(self.q, self.k, self.v, scale, causal, padding, window, score_bias, log_normalizer)
 
     def _extra_keys(self, bias: Features) -> ExtraKeys | None:
-        """The attached virtual keys as additional keys of the text's own softmax; None where that cannot express them, or an
-        intermediate tensor is hooked."""
+        """The attached virtual keys as additional keys of the text's own softmax; None where that cannot express them, or the
+        query's features or a summand of z is hooked."""
         attn, n_kv_heads = self.attn, self.k.shape[2]
-        if is_hooked(attn.hook_phi_q, attn.hook_normalizer, attn.hook_z_context, attn.hook_z_bias):
+        if is_hooked(attn.hook_phi_q, attn.hook_z_context, attn.hook_z_bias):
             return None
         if not isinstance(bias, Keys) or not bias.n_heads == bias.keys.shape[1] == n_kv_heads:
             return None  # a group's query heads read different things
@@ -140,7 +142,7 @@ class SoftmaxHeads(Heads):
     def _is_one_step(self, extra: ExtraKeys) -> bool:
         """Whether a single query is read with so few virtual keys that a copy of them takes less time than a second kernel."""
         n_keys = len(self.q) * extra.log_weights.shape[-1]
-        if self.q.shape[1] != 1 or n_keys > FEW_KEYS or not self._scores_are_plain():
+        if self.q.shape[1] != 1 or n_keys > FEW_KEYS or is_hooked(self.attn.hook_normalizer) or not self._scores_are_plain():
             return False
         return extra.by_distance is None and self.q.dtype == extra.log_weights.dtype
 

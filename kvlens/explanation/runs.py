@@ -125,7 +125,7 @@ def greedy(
     (:class:`Guesses`), which is hidden again from where the model says something else; and rows that have ended are left out.
 
     Args:
-        biases: of what comes before, a batch.
+        biases: of what comes before, a batch, or one for all rows.
         first: tokens between that and the texts, which are read and are no part of these; of all rows, or of each.
         forced: how the texts begin; of row i only the first ``n_forced[i]``.
         n_most: tokens of a text.
@@ -148,7 +148,7 @@ def greedy(
         going = torch.tensor([i for i, row in enumerate(rows) if not row.ended], dtype=torch.long)
         rows = [row for row in rows if not row.ended]
         if rows:
-            biases = biases.select_prompts(going)
+            biases = biases if biases.batch_size is None else biases.select_prompts(going)
             cache.entries = [type(of)(of.past_keys[going], of.past_values[going]) for of in cache.entries]
             cache.previous_attention_mask = cache.previous_attention_mask[going]
     return [row.text for row in every]

@@ -442,8 +442,8 @@ def merge_extra_keys(
     q: Float[Tensor, "batch query head d_head"],
     extra: ExtraKeys,
     scale: float,
-) -> Float[Tensor, "batch query head d_head"]:
-    """z over text and virtual keys from the text's own z and log n, weighting the two outputs by their normalizers.
+) -> tuple[Float[Tensor, "batch query head d_head"], Float[Tensor, "batch query head"]]:
+    """z and log n over text and virtual keys from the text's own, weighting the two outputs by their normalizers.
 
     Raises:
         ValueError: gradients are required.
@@ -459,8 +459,10 @@ def merge_extra_keys(
     read = fused_softmax_attention(rows, keys, values, scale, causal=False, score_bias=added, log_normalizer=True)
     assert read.log_normalizer is not None
     log_read = read.log_normalizer.reshape(log_normalizer.shape)
-    share = (log_normalizer - log_read).sigmoid().masked_fill(log_read < nothing / 2, 1.0)
-    return torch.lerp(read.z.reshape(q.shape), z.to(keys), share[..., None])
+    unread = log_read < nothing / 2
+    share = (log_normalizer - log_read).sigmoid().masked_fill(unread, 1.0)
+    log_whole = log_normalizer.logaddexp(log_read.masked_fill(unread, -torch.inf))
+    return torch.lerp(read.z.reshape(q.shape), z.to(keys), share[..., None]), log_whole
 
 
 def _log_of_nothing(dtype: torch.dtype) -> float:

@@ -171,6 +171,18 @@ def test_guessed_texts_are_those_of_one_token_a_pass(name, monkeypatch):
     assert passes[0] < 0.7 * passes[1]
 
 
+def test_texts_of_several_questions_under_one_bias_are_those_of_its_copies():
+    """Read in one batch, of which rows are left out as they end."""
+    model = kvlens.load("docs-gpt2", dtype="float64")
+    bias = convert_prompt(model, torch.arange(5, 30))
+    forced, n_forced = torch.arange(40, 64).view(4, 6), torch.tensor([6, 0, 2, 1])
+    stops = lambda text: len(text) > 7 and text[-1] % 3 == 0  # noqa: E731
+    one, copies = (
+        runs.greedy(model, biases, torch.tensor([3]), forced, n_forced, 30, stops) for biases in (bias, bias.repeat(4))
+    )
+    assert one == copies and len({*map(len, one)}) > 1
+
+
 def test_what_is_removed_is_not_read():
     """370 tokens where it is hidden instead, and where only what is gone from all rows of a pass is left out."""
     more = " Pavel keeps a goat. Mira has a parrot. Pavel feeds a parrot. Mira feeds a goat. Pavel has a goat."

@@ -198,12 +198,13 @@ def test_one_softmax_over_all_keys_is_the_plain_equation(n_queries, prompts, dis
     z = attend_with_extra_keys(q, k, v, extra, scale, visible_keys(n_queries, 11))
     torch.testing.assert_close(z, joined.z_context + joined.z_bias, rtol=1e-12, atol=1e-12)
     with torch.no_grad():
-        fused = merge_extra_keys(context.z, context.log_normalizer, q, extra, scale)
+        fused, log_n = merge_extra_keys(context.z, context.log_normalizer, q, extra, scale)
     torch.testing.assert_close(fused, z, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(log_n, joined.log_normalizer, rtol=1e-12, atol=1e-12)
     own = ExtraKeys.of(keys, b_kv, torch.ones_like(b_d), torch.zeros_like(log_scale))
     for some in (extra, own) if n_queries == 1 and not distances else ():
         with torch.no_grad():
-            apart = merge_extra_keys(context.z, context.log_normalizer, q, some, scale)
+            apart, _ = merge_extra_keys(context.z, context.log_normalizer, q, some, scale)
             torch.testing.assert_close(last_with_extra_keys(q, k, v, some, scale), apart, rtol=1e-12, atol=1e-12)
     weights = normal(*z.shape, seed=25)
     used = (b_d > 0).detach()  # a key without a weight is none: the plain equation has a slope there, towards a new key
@@ -232,14 +233,16 @@ def test_a_head_without_keys_and_a_query_without_text():
     extra = ExtraKeys.of(keys, b_kv, b_d, torch.zeros(1, 3, dtype=torch.float64))
     padding = torch.arange(11) > 0
     context = fused_softmax_attention(q, k, v, 1.7, padding=padding.expand(2, -1), log_normalizer=True)
-    z = merge_extra_keys(*context, q, extra, 1.7)
+    z, log_n = merge_extra_keys(*context, q, extra, 1.7)
     torch.testing.assert_close(z[:, :, :2], context.z[:, :, :2], rtol=0, atol=0)
+    torch.testing.assert_close(log_n[:, :, :2], context.log_normalizer[:, :, :2], rtol=0, atol=0)
     assert not z[:, 0, :2].any()
     nothing = torch.full_like(context.log_normalizer, -torch.inf)
-    torch.testing.assert_close(z[:, 0], merge_extra_keys(context.z, nothing, q, extra, 1.7)[:, 0], rtol=0, atol=0)
+    torch.testing.assert_close(z[:, 0], merge_extra_keys(context.z, nothing, q, extra, 1.7)[0][:, 0], rtol=0, atol=0)
     assert bool(z[:, 0, 2:].any(dim=-1).all())
     far = extra._replace(by_distance=torch.full((1, 6, 11, 4), -torch.inf))
-    torch.testing.assert_close(merge_extra_keys(*context, q, far, 1.7), context.z, rtol=0, atol=0)
+    for got, expected in zip(merge_extra_keys(*context, q, far, 1.7), context, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
 def test_signed_weights_are_no_softmax():
