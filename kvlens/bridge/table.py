@@ -3,8 +3,7 @@
 
 - *conversion*: a converted prompt gives the prompted model's logits, at most 1.5 times as far from them as Transformers' own
   cache is where a text is cut at the same place, and the same greedy tokens.
-  Methods with fewer keys, or with features, run too, as on a HookedKVTransformer: of hybrids they reduce the attention layers;
-  "expected_attention" is refused.
+  Methods with fewer keys, or with features, run too, as on a HookedKVTransformer: of hybrids they reduce the attention layers.
 - *causes*: ``kvlens.explain`` and the attributions of :mod:`kvlens.analyses`, to sentences, tokens, heads and positions.
 - *patterns*: what a text reads of a prompt by position: softmax attention, and the exact effective attention of a state.
 - *states*: how a recurrent layer updates its state, which a bias holds in addition to the keys and values of attention.

@@ -7,7 +7,7 @@ from kvlens.conversion.convert import METHODS, convert_prompt, method_of, option
 from kvlens.conversion.distillation import DistilledWeights, distill_prompt
 from kvlens.conversion.features import EluKernel, Learned, RandomProjections, TaylorPolynomial
 from kvlens.conversion.few_keys import AttentionMatching, Landmark
-from kvlens.conversion.kept_keys import H2O, ExpectedAttention, KeptKeys, KVzip, SnapKV, StreamingLLM
+from kvlens.conversion.kvzip import KVzip
 from kvlens.conversion.linear import carry_bias
 from kvlens.conversion.method import Approximation, ConversionMethod, Exact, Teacher
 from kvlens.conversion.prompt import Counterfactuals, counterfactuals
@@ -23,7 +23,6 @@ from kvlens.conversion.weight_patches import (
 )
 
 __all__ = [
-    "H2O",
     "METHODS",
     "Approximation",
     "AttentionMatching",
@@ -32,14 +31,10 @@ __all__ = [
     "DistilledWeights",
     "EluKernel",
     "Exact",
-    "ExpectedAttention",
     "KVzip",
-    "KeptKeys",
     "Landmark",
     "Learned",
     "RandomProjections",
-    "SnapKV",
-    "StreamingLLM",
     "TaylorPolynomial",
     "Teacher",
     "TextOptions",

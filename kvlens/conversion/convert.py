@@ -11,7 +11,7 @@
    (:mod:`kvlens.conversion.reference_queries`, :mod:`~kvlens.conversion.prompt_texts`).
 7. The model reads that text with every key of the prompt (``Teacher``, :mod:`kvlens.conversion.method`).
 8. The method makes fewer keys, or features, of what it read: :mod:`~kvlens.conversion.few_keys` fits weights and values,
-   :mod:`~kvlens.conversion.moved_keys` moves keys, :mod:`~kvlens.conversion.kept_keys` chooses them,
+   :mod:`~kvlens.conversion.moved_keys` moves keys, :mod:`~kvlens.conversion.kvzip` keeps keys as they are,
    :mod:`~kvlens.conversion.features` sums or trains features; :mod:`~kvlens.conversion.gradients` has what takes gradients.
 9. Errors of heads and answers are measured on texts that no fit has read (:mod:`kvlens.conversion.measured`).
 10. If another bias is continued, both are joined: the earlier one is moved back by as many positions as this prompt has.
@@ -35,7 +35,7 @@ from kvlens.chat import Chat, as_prompt, prompt_layout
 from kvlens.checks import Count, checked, ensure, one_of
 from kvlens.conversion.features import EluKernel, Learned, RandomProjections, TaylorPolynomial
 from kvlens.conversion.few_keys import AttentionMatching, Landmark
-from kvlens.conversion.kept_keys import H2O, ExpectedAttention, KVzip, SnapKV, StreamingLLM
+from kvlens.conversion.kvzip import KVzip
 from kvlens.conversion.linear import convert_linear_prompt
 from kvlens.conversion.measured import recalled
 from kvlens.conversion.method import Approximation, ConversionMethod, Exact, Teacher
@@ -124,9 +124,9 @@ def convert_prompt(
         method: for softmax attention, how the prompt's keys are kept: an object such as ``Landmark(n_keys=32)``, whose class
             describes its options, or a name: "exact" (:class:`~kvlens.conversion.Exact`, every key), "landmark"
             (:class:`~kvlens.conversion.Landmark`, few keys with fitted weights). For comparison: "attention_matching"
-            (:class:`~kvlens.conversion.AttentionMatching`); some of the keys as they are, by "streaming_llm", "h2o", "snapkv",
-            "expected_attention" or "kvzip" (:class:`~kvlens.conversion.KeptKeys`); "random", "taylor", "elu_plus_one" and
-            "learned" features (:class:`~kvlens.conversion.RandomProjections`, :class:`~kvlens.conversion.TaylorPolynomial`,
+            (:class:`~kvlens.conversion.AttentionMatching`); "kvzip" (:class:`~kvlens.conversion.KVzip`), some of the keys as
+            they are; "random", "taylor", "elu_plus_one" and "learned" features
+            (:class:`~kvlens.conversion.RandomProjections`, :class:`~kvlens.conversion.TaylorPolynomial`,
             :class:`~kvlens.conversion.EluKernel`, :class:`~kvlens.conversion.Learned`). Linear attention is always exact.
         verbose: False hides the progress bar of a fit, which shows after a second.
         options: of a method given by name: ``method="landmark", n_features=32`` is
@@ -208,10 +208,6 @@ METHODS: dict[str, type[ConversionMethod]] = {
     "exact": Exact,
     "landmark": Landmark,
     "attention_matching": AttentionMatching,
-    "streaming_llm": StreamingLLM,
-    "h2o": H2O,
-    "snapkv": SnapKV,
-    "expected_attention": ExpectedAttention,
     "kvzip": KVzip,
     "random": RandomProjections,
     "taylor": TaylorPolynomial,
@@ -315,7 +311,7 @@ def _convert_softmax(
     """The bias, and the exact bias of this prompt alone, both with a batch axis."""
     if isinstance(method, Approximation):
         _check_approximation(model, fingerprint, method)
-    exact = convert_exactly(model, prompt, fwd_hooks, old, fingerprint, method.needs_queries)
+    exact = convert_exactly(model, prompt, fwd_hooks, old, fingerprint)
     bias, old = exact.bias, exact.old
     lengths = torch.as_tensor(prompt.lengths()).reshape(-1).tolist()
     if isinstance(method, Approximation) and not method.keeps_every_key(lengths):

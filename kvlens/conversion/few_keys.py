@@ -3,7 +3,7 @@
 For each layer, on the queries of the reference text, "landmark" chooses keys, allots budgets, fits weights and values, with
 no forward passes beyond those over the prompt and that text; :mod:`kvlens.ops.pursuit` and :mod:`kvlens.ops.landmarks` have
 the mathematics. :class:`FewKeys` is the base of these methods, and of those that keep keys as they are
-(:mod:`kvlens.conversion.kept_keys`).
+(:mod:`kvlens.conversion.kvzip`).
 
 Source: choosing a subset of the keys and fitting weights and then values in closed form on reference queries is Attention
 Matching (Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284). New in kvlens: the fit of the values accounts for the error that the
@@ -31,7 +31,7 @@ from kvlens.conversion.prompt_pass import ConvertedExactly, continued
 from kvlens.errors import KVLensError, warn
 from kvlens.kv_bias import KVBias, VirtualKeys
 from kvlens.model import attention_parts
-from kvlens.ops.key_scores import MatchedBy, match_among, match_mass, match_output
+from kvlens.ops.attention_matching import MatchedBy, match_among, match_mass, match_output
 from kvlens.ops.landmarks import LayerKeys, PromptKeys, Queries
 from kvlens.ops.pursuit import Chosen, budgets_by_gain, choose_among, layers_at_once, lazy_paths
 
@@ -104,6 +104,8 @@ def assembled(exact: ConvertedExactly, layers: Sequence[LayerKeys]) -> KVBias:
 
 
 CHOOSING, MOVING = "choosing keys", "moving keys"
+CHOOSING_QUERIES = 2560
+"""At most: of more queries every second, third, ... serves for choosing keys; all of them serve for the fits."""
 
 
 @checked
@@ -167,9 +169,11 @@ class Landmark(FewKeys):
         with torch.no_grad():
             with teacher.timed("keys"):
                 teacher.tell(CHOOSING)
-                index, budgets = chosen_keys(teacher, queries, metrics, self.wanted(teacher), self.budget == "equal")
-                every = zip(map(teacher.keys, range(teacher.n_layers)), index, budgets, strict=True)
-                layers = [own_keys(*each) for each in every]
+                n, n_heads, is_equal = self.wanted(teacher), teacher.n_kv_heads, self.budget == "equal"
+                paths = paths_of(teacher, queries, metrics, n, is_equal)
+                budgets = n[:, None].expand(len(paths), -1, n_heads) if is_equal else budgets_of(paths, n, n_heads)
+                every = enumerate(zip(paths, budgets, strict=True))
+                layers = [own_keys(teacher.keys(i), path.keys, counts) for i, (path, counts) in every]
             if self.fitted:
                 with teacher.timed(MOVING if self.key_steps else "keys"):
                     for i, (own, metric, layer) in enumerate(zip(queries, metrics, layers, strict=True)):
@@ -184,23 +188,29 @@ class Landmark(FewKeys):
             return polish(teacher, bias, queries, **how, objective=self.objective)
 
 
-def chosen_keys(
-    teacher: Teacher, queries: list[Queries], metrics: list[Tensor], wanted: Int[Tensor, " batch"], equal: bool
-) -> tuple[list[Int[Tensor, "cell r"]], Int[Tensor, "layer batch kv_head"]]:
-    """The path of every head, layer by layer, and how many of its keys it gets: ``wanted`` on average, or each."""
+def paths_of(
+    teacher: Teacher, queries: list[Queries], metrics: list[Tensor], wanted: Int[Tensor, " batch"], equal: bool = False
+) -> list[Chosen]:
+    """The keys of every head in the order in which they are chosen, layer by layer: as many as it may get if heads get
+    ``wanted`` keys on average, or if each gets so many.
+    """
 
     def path(
         layers: Sequence[int], r: int, floor: Tensor | None = None, before: Sequence[Chosen] | None = None
     ) -> list[Chosen]:
-        return choose_among([(queries[i], teacher.keys(i), root_of(metrics[i])) for i in layers], r, floor, before)
+        some = slice(None, None, math.ceil(len(queries[0].positions) / CHOOSING_QUERIES))
+        every = [(queries[i].part(some), teacher.keys(i), root_of(metrics[i])) for i in layers]
+        return choose_among(every, r, floor, before)
 
     n_layers, n_kv_heads, n_keys = len(queries), teacher.n_kv_heads, teacher.exact.bias.d_phi
     if equal:
-        paths = [path([layer], int(wanted.max()))[0] for layer in range(n_layers)]
-        return [each.keys for each in paths], wanted[None, :, None].expand(n_layers, -1, n_kv_heads)
-    paths = lazy_paths(path, n_layers, n_keys, wanted, n_kv_heads, layers_at_once(queries[0], n_kv_heads, n_keys))
-    total = wanted * n_layers * n_kv_heads
-    return [each.keys for each in paths], budgets_by_gain([each.gain for each in paths], total)
+        return [path([layer], int(wanted.max()))[0] for layer in range(n_layers)]
+    return lazy_paths(path, n_layers, n_keys, wanted, n_kv_heads, layers_at_once(queries[0], n_kv_heads, n_keys))
+
+
+def budgets_of(paths: Sequence[Chosen], wanted: Int[Tensor, " batch"], n_kv_heads: int) -> Int[Tensor, "layer batch kv_head"]:
+    """How many keys every head gets where that removes most error, ``wanted`` on average."""
+    return budgets_by_gain([each.gain for each in paths], wanted * len(paths) * n_kv_heads)
 
 
 def own_keys(prompt: PromptKeys, index: Int[Tensor, "cell r"], counts: Int[Tensor, "batch kv_head"]) -> LayerKeys:
@@ -281,4 +291,5 @@ class AttentionMatching(FewKeys):
     def _budgets(self, teacher: Teacher, queries: list[Queries]) -> Int[Tensor, "layer batch kv_head"]:
         if self.budget == "equal":
             return self.wanted(teacher)[None, :, None].expand(teacher.n_layers, -1, teacher.n_kv_heads)
-        return chosen_keys(teacher, queries, logit_metrics(teacher), self.wanted(teacher), equal=False)[1]
+        paths = paths_of(teacher, queries, logit_metrics(teacher), self.wanted(teacher))
+        return budgets_of(paths, self.wanted(teacher), teacher.n_kv_heads)

@@ -36,8 +36,8 @@ class LastKeys(Approximation):
 ```
 
 `convert_prompt(model, prompt, method=LastKeys(n_keys=4))` works as it is. A method that keeps a number of keys derives from
-`FewKeys` (`kvlens/conversion/few_keys.py`: `n_features`, `ratio` and their refusals), or from `KeptKeys` (`kept_keys.py`
-beside it) if it chooses them by a score, with weights of 1; `without=` and padding leave tokens out, whose `b_d` is 0. To add
+`FewKeys` (`kvlens/conversion/few_keys.py`: `n_features`, `ratio` and their refusals; `kvzip.py` beside it keeps keys by a
+score); `without=` and padding leave tokens out, whose `b_d` is 0. To add
 it to kvlens itself, give it a line in `METHODS` of `kvlens/conversion/convert.py`, which adds the shorthand `method="last",
 n_keys=4`; export it beside the others in `kvlens/conversion/__init__.py`, and name it in `convert_prompt`'s docstring.
 `SHORTHAND` in `tests/conversion/test_method.py` has every method. One that keeps keys is also in `METHODS` of
@@ -213,12 +213,10 @@ class ConversionMethod:
 
     Attributes:
         name: the method's name in ``method="name"`` and in the record of a bias (``bias.fit.method``).
-        needs_queries: whether ``fit`` reads the queries of the prompt itself, ``teacher.exact.queries``.
         shorthand: other names that ``convert_prompt(..., method="name", option=...)`` takes for an option.
     """
 
     name: ClassVar[str]
-    needs_queries: ClassVar[bool] = False
     shorthand: ClassVar[Mapping[str, str]] = {}
 
 

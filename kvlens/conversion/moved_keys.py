@@ -27,7 +27,7 @@ from kvlens.ops.softmax_features import distance_scores
 
 MOVING_RATE = 3e-2
 """Of the first Adam step, relative to the size of a head's keys and of its values; of log-weights as it is."""
-QUERIES_PER_STEP = 512
+QUERIES_PER_STEP = 256
 """At most: queries are dealt into equal parts, of which each step reads one."""
 JUDGES = 8
 """One of so many queries judges."""

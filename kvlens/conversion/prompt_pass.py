@@ -30,14 +30,12 @@ class ConvertedExactly:
         real: True at real tokens, None if no prompt is padded.
         last_residual: the residual of each prompt's last token, for the logits of the first token after it.
         old: the bias that it continues, as read in the pass: hooks may have changed it.
-        queries: queries of the prompt's tokens as scored, [batch, pos, head, d_key] per layer; None unless requested.
     """
 
     bias: KVBias
     real: Bool[Tensor, "batch key"] | None
     last_residual: Float[Tensor, "batch 1 d_model"]
     old: KVBias | None = None
-    queries: list[Tensor] | None = None
 
     def keys(self, model: KVModel, layer: int) -> PromptKeys:
         """One layer's keys, in the form used by the fits."""
@@ -51,17 +49,16 @@ def convert_exactly(
     fwd_hooks: Hooks,
     old: KVBias | None,
     fingerprint: Fingerprint,
-    with_queries: bool = False,
 ) -> ConvertedExactly:
     """One pass over the prompt, with the bias that it continues attached; each layer's keys and values become virtual keys."""
     tokens, read = prompt.tokens, dict[str, Tensor]()
     with model.hooks(fwd_hooks=list(fwd_hooks)), model.hooks(fwd_hooks=[] if old is None else readers(model, old, read)):
-        reading = model.read_prompt(prompt, with_queries)
+        reading = model.read_prompt(prompt)
     positions, device = torch.arange(tokens.shape[1], device=tokens.device), reading.residual.device
     last = positions.expand(tokens.shape) if prompt.mask is None else positions.where(prompt.mask, 0)
     residual = reading.residual[torch.arange(len(tokens), device=device), last.amax(dim=1).to(device)][:, None]
     bias = exact_bias(reading, prompt, old, fingerprint)
-    return ConvertedExactly(bias, prompt.mask, residual, as_read(old, read) if old and read else old, reading.queries)
+    return ConvertedExactly(bias, prompt.mask, residual, as_read(old, read) if old and read else old)
 
 
 def rows_at_once(model: KVModel, bias: KVBias, n_pos: int, most: int) -> int:

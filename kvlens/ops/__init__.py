@@ -15,7 +15,8 @@ divides scores.
 - ``short_convolution``: the convolution in front of such layers, and the rows that it carries over;
 - ``softmax_attention``: with its normalizer, and a KV bias joined to it in log space (ICLCA sec. 5);
 - ``softmax_features``: phi of such a bias: virtual keys, random, Taylor and learned features (ICLCA sec. 5 and 6.4);
-- ``pursuit``: which of a prompt's keys to keep; ``landmarks``: with which weights and values; ``key_scores``: how others do;
+- ``pursuit``: which of a prompt's keys to keep; ``landmarks``: with which weights and values;
+- ``attention_matching``: both, after Zweiger et al. 2026;
 - ``attention_variants``: the variants of attention that follow from the dual model (DUAL sec. 4, app. D);
 - ``dual``, ``dual_layers``: attention as one step of gradient descent (DUAL th. 3.1, 3.2, B.1, B.2);
 - ``induction``: the induction head as a function, and its training loss landscape (KVSA th. 1-3).

@@ -1,25 +1,17 @@
-"""How published methods choose a prompt's keys: by attention received, by attention expected, by matching attention's output.
+"""Attention Matching: a few of a prompt's keys that match the mass and output of attention over all of them.
 
-First the naive forms: one query, one head, one key at a time. Then, by the method that uses it:
-
-- :func:`attention_received`: from the prompt's own queries, a block of them at a time (H2O, SnapKV);
-- :func:`expected_log_attention`: from queries that are normally distributed (Expected Attention, Devoto et al. 2025);
-- :func:`match_keys`, :func:`match_mass`, :func:`match_output`: Attention Matching (Zweiger, Fu, Guo, Kim 2026, 2602.16284).
-
-:mod:`kvlens.ops.landmarks` is kvlens' own choice, by the error of the output.
+After Zweiger, Fu, Guo, Kim 2026 (arXiv 2602.16284) and its authors' code; :mod:`kvlens.ops.landmarks` is kvlens' own choice, by
+the error of the whole output.
 """
 
-import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
-from einops import repeat
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens.checks import doors
-from kvlens.memory import BLOCK_NUMBERS
 from kvlens.ops.landmarks import (
     Gram,
     Products,
@@ -35,94 +27,7 @@ from kvlens.ops.landmarks import (
     nonnegative_weights,
     solve,
 )
-from kvlens.ops.softmax_features import ScoreRule, virtual_key_scores
 
-
-def naive_attention_received(
-    q: Float[Tensor, "query d"], keys: Float[Tensor, "key d"], weight: Float[Tensor, " key"], scale: float, sink: float | None
-) -> Float[Tensor, " key"]:
-    """Attention of one head, summed over the queries; key j has the same position as query j."""
-    received = [0.0] * len(keys)
-    for i in range(len(q)):
-        parts = [float(weight[j]) * math.exp(float(q[i] @ keys[j]) / scale) for j in range(i + 1)]
-        whole = sum(parts) + (0.0 if sink is None else math.exp(sink))
-        for j, part in enumerate(parts):
-            received[j] += part / whole
-    return torch.tensor(received, dtype=q.dtype)
-
-
-def naive_expected_log_attention(q: Float[Tensor, "query d"], key: Float[Tensor, " d"], scale: float) -> float:
-    """Compute it from the mean and covariance of one head's queries."""
-    mean = q.mean(dim=0)
-    covariance = sum(torch.outer(row - mean, row - mean) for row in q) / len(q)
-    return float(mean @ key) / scale + float(key @ covariance @ key) / (2 * scale**2)
-
-
-def attention_received(
-    q: Float[Tensor, "batch query head d_head"],
-    query_distance: Int[Tensor, "batch query"],
-    counts: Float[Tensor, "batch query"],
-    keys: Float[Tensor, "batch kv_head key d_head"],
-    distance: Int[Tensor, "batch kv_head key"],
-    weight: Float[Tensor, "batch kv_head key"],
-    rule: ScoreRule,
-    sink: Float[Tensor, " head"] | None = None,
-) -> Float[Tensor, "batch head key"]:
-    """sum_i counts_i w_j exp(s_ij) / (sum_l w_l exp(s_il) + exp(sink)), over the keys that query i sees.
-
-    Args:
-        q, keys: as the model scores them.
-        query_distance, distance: how many positions each token lies before the text, 1 for the prompt's last token. A query
-            sees the keys whose distance is at least its own.
-        counts: how often each query counts; 0 leaves it out, as for padding.
-        weight: weight of each key, 0 where there is no key.
-        sink: log-score of an attention sink that every query sees in addition (GPT-OSS).
-    """
-    heads, group = q.shape[2], q.shape[2] // keys.shape[1]
-    received = q.new_zeros(q.shape[0], heads, keys.shape[2])
-    far, used = (repeat(x, "b g key -> b 1 (g s) key", s=group) for x in (distance, weight))
-    size = max(1, BLOCK_NUMBERS // received.numel())
-    for first in range(0, q.shape[1], size):
-        some = slice(first, first + size)
-        if not bool(counts[:, some].any()):
-            continue
-        near = query_distance[:, some]
-        scores = virtual_key_scores(q[:, some], keys, rule, distance, -near)
-        scores = scores.masked_fill((far < near[:, :, None, None]) | (used == 0), -torch.inf)
-        largest = scores.amax(dim=-1, keepdim=True)
-        if sink is not None:
-            largest = torch.maximum(largest, sink[:, None].to(largest))
-        largest = torch.where(largest.isfinite(), largest, 0.0)
-        parts = used * (scores - largest).exp()
-        whole = parts.sum(dim=-1, keepdim=True)
-        if sink is not None:
-            whole = whole + (sink[:, None] - largest).exp()
-        pattern = torch.where(whole == 0, 0.0, parts / whole)
-        received += torch.einsum("bi,bihj->bhj", counts[:, some], pattern)
-    return received
-
-
-def expected_log_attention(
-    q: Float[Tensor, "batch query head d_head"],
-    counts: Float[Tensor, "batch query"],
-    keys: Float[Tensor, "batch kv_head key d_head"],
-    scale: float,
-) -> Float[Tensor, "batch head key"]:
-    """log E exp(q.k / scale) = mu.k / scale + k^T Sigma k / (2 scale^2) for q ~ N(mu, Sigma).
-
-    mu and Sigma are the mean and covariance of the rows of ``q``, each counted ``counts`` times (0 leaves it out).
-    """
-    by_head = repeat(keys, "b g key d -> b (g s) key d", s=q.shape[2] // keys.shape[1])
-    share = (counts / counts.sum(dim=1, keepdim=True))[:, :, None, None]
-    mean = (share * q).sum(dim=1, keepdim=True)
-    centered = share.sqrt() * (q - mean)
-    covariance = torch.einsum("bihd,bihe->bhde", centered, centered)
-    variance = ((by_head @ covariance) * by_head).sum(dim=-1)
-    return torch.einsum("bihd,bhjd->bhj", mean, by_head) / scale + variance / (2 * scale**2)
-
-
-# Attention Matching: match the mass and output of attention over the prompt.
-#
 # For query i, key j of the prompt has the mass E_ij = exp(s_ij - max_j s_ij); the whole prompt has the mass m_i = sum_j E_ij
 # and the output y_i = sum_j E_ij v_j / m_i. The kept keys S get weights w >= 0 (their logarithms are the paper's beta) and
 # values C:

@@ -1,6 +1,6 @@
 """Reducing a prompt's keys to a few: how queries attend to them, and the weights and values of those that are kept.
 
-Based on Attention Matching (Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284; :func:`kvlens.ops.key_scores.match_keys`), which
+Based on Attention Matching (Zweiger, Fu, Guo, Kim 2026, arXiv 2602.16284; :mod:`kvlens.ops.attention_matching`), which
 selects keys by their attention or by matching pursuit, then fits weights to the normalizer and values to the output. Here keys
 are selected by the output error, the fit of the values corrects for the error that the weights leave in the normalizer, and
 keys are allotted to the heads where they reduce the error most. Weights are never negative, as in Attention Matching.

@@ -13,8 +13,7 @@ own name, declared by `kvlens.papers.harness.run.experiment`. ``kvlens reproduce
 
 Methods of other papers, by the names that code and tables use:
 
-- methods that keep some keys as they are: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453), H2O (Zhang et al. 2023, arXiv 2306.14048), SnapKV (Li et
-  al. 2024, arXiv 2404.14469), Expected Attention (Devoto et al. 2025, arXiv 2510.00636), KVzip (Kim et al. 2025, arXiv 2505.23416);
+- KVzip (Kim et al. 2025, arXiv 2505.23416): some of the prompt's keys as they are, those that it attends to when it is read again;
 - Attention Matching (Zweiger, Fu, Guo, Kim 2026, *Fast KV Compaction via Attention Matching*, arXiv 2602.16284): a few of the prompt's keys with fitted
   weights and values, fitted on the prompt repeated and the model's own text. ``method="landmark"`` builds on it. New in kvlens: values that make up for the
   error of the weights, fitted to the head's output over prompt and text; budgets that give keys to the heads where they remove most error of the

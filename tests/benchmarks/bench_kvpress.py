@@ -1,13 +1,12 @@
-"""Whether kvlens' eviction methods keep the same keys as kvpress, and how many answers about documents kvpress' own code keeps.
+"""Whether kvlens' KVzip keeps the same keys as kvpress, and how many answers about documents kvpress' own code keeps.
 
     python -m venv kvpress-env && kvpress-env/bin/pip install "kvpress==0.5.5"
     python tests/benchmarks/bench_kvpress.py --python kvpress-env/bin/python [--seeds 5]
     python tests/benchmarks/bench_kvpress.py --python kvpress-env/bin/python --answers FOLDER [--joined 3] [--presses ...]
 
 kvpress needs an older Transformers than kvlens, hence the second interpreter, which runs this file with ``--theirs``. Models
-are random, of Llama's architecture with grouped heads and sharp attention; prompts are random tokens. Two of kvpress' methods
-are changed for the comparison: KVzip repeats the context without an instruction, and ``ObservedAttentionPress``, "related to
-H2O", sums attention as H2O does instead of averaging it over the queries that see a key (kvlens' H2O with ``recent=0``).
+are random, of Llama's architecture with grouped heads and sharp attention; prompts are random tokens. kvpress' KVzip repeats
+the context without an instruction here.
 
 With ``--answers``, FOLDER is a chat model as Transformers saves it, and the documents, questions and counting are those of
 ``bench_recall.py``; kvpress' own methods run as they are published, in Transformers: they drop keys of the chat up to the
@@ -38,8 +37,8 @@ SIZES = dict(
     initializer_range=0.35,
     tie_word_embeddings=False,
 )
-Kept = dict[str, list[list[list[int]]]]
-"""By method, layer and key-value head: the positions of the keys that are kept."""
+Kept = list[list[list[int]]]
+"""By layer and key-value head: the positions of the keys that are kept."""
 
 
 def prompt_of(seed: int) -> torch.Tensor:
@@ -56,23 +55,19 @@ def write_model(seed: int, folder: Path) -> None:
 def kept_here(seed: int, folder: Path) -> Kept:
     """The keys that kvlens keeps."""
     from kvlens import HookedKVTransformer, convert_prompt
-    from kvlens.conversion import H2O, ExpectedAttention, KVzip, SnapKV, StreamingLLM
+    from kvlens.conversion import KVzip
 
     model = HookedKVTransformer.from_pretrained(str(folder), device="cpu")
-    options: dict[str, Any] = dict(n_keys=KEPT, n_continuations=2, continuation_length=4, n_held_out=0)
-    methods = [StreamingLLM(**options), SnapKV(**options), ExpectedAttention(**options), KVzip(**options)]
-    found = {}
-    for method in [*methods, H2O(recent=0.0, **options)]:
-        bias = convert_prompt(model, prompt_of(seed), method=method, verbose=False)
-        found[method.name] = [
-            [sorted((N_TOKENS - part.distance[0, head][part.used[0, head]]).tolist()) for head in range(3)]
-            for part in bias.attention
-        ]
-    return found
+    method = KVzip(n_keys=KEPT, n_continuations=2, continuation_length=4, n_held_out=0)
+    bias = convert_prompt(model, prompt_of(seed), method=method, verbose=False)
+    return [
+        [sorted((N_TOKENS - part.distance[0, head][part.used[0, head]]).tolist()) for head in range(3)]
+        for part in bias.attention
+    ]
 
 
 def kept_there(seed: int, folder: Path) -> Kept:
-    """The keys that kvpress keeps: those of the compressed cache, found in the whole one."""
+    """The keys that kvpress keeps."""
     import kvpress
     from kvpress.presses import kvzip_press
     from transformers import DynamicCache, LlamaForCausalLM
@@ -83,44 +78,12 @@ def kept_there(seed: int, folder: Path) -> Kept:
         def encode(self, text: str, **_: Any) -> torch.Tensor:
             return torch.zeros(1, 0, dtype=torch.long)
 
-    class SummedAttention(kvpress.ObservedAttentionPress):
-        def score(self, module: Any, hidden_states: Any, keys: torch.Tensor, *others: Any) -> torch.Tensor:
-            return super().score(module, hidden_states, keys, *others) * torch.arange(keys.shape[2], 0, -1)
-
     kvzip_press.AutoTokenizer.from_pretrained = lambda *_, **__: NoInstruction()
-    evicted = 1 - KEPT / N_TOKENS
-    presses = {
-        "streaming_llm": kvpress.StreamingLLMPress(evicted),
-        "snapkv": kvpress.SnapKVPress(evicted, window_size=KEPT // 2),
-        "expected_attention": kvpress.ExpectedAttentionPress(evicted),
-        "kvzip": kvpress.KVzipPress(evicted),
-        "h2o": SummedAttention(evicted),
-    }
-    ids, found = prompt_of(seed)[None], {}
-    for name, press in presses.items():
-        attention = "eager" if name == "h2o" else "sdpa"
-        model = LlamaForCausalLM.from_pretrained(folder, attn_implementation=attention).eval()
-        whole, cache = DynamicCache(), DynamicCache()
-        with torch.no_grad():
-            model(ids, past_key_values=whole)
-            with press(model):
-                model.model(input_ids=ids, past_key_values=cache)
-        found[name] = [
-            [
-                _positions(model.model.layers[layer].self_attn, whole.layers[layer], cache.layers[layer], head)
-                for head in range(3)
-            ]
-            for layer in range(3)
-        ]
-    return found
-
-
-def _positions(attention: Any, whole: Any, cache: Any, head: int) -> list[int]:
-    masked = getattr(attention, "masked_key_indices", None)
-    if masked is not None:
-        gone = set(masked[2][masked[1] == head].tolist())
-        return [position for position in range(N_TOKENS) if position not in gone]
-    return sorted(torch.cdist(cache.keys[0, head], whole.keys[0, head]).argmin(dim=1).tolist())
+    model = LlamaForCausalLM.from_pretrained(folder).eval()
+    with torch.no_grad(), kvpress.KVzipPress(1 - KEPT / N_TOKENS)(model):
+        model.model(input_ids=prompt_of(seed)[None], past_key_values=DynamicCache())
+    gone = [layer.self_attn.masked_key_indices for layer in model.model.layers]
+    return [[sorted({*range(N_TOKENS)} - set(masked[2][masked[1] == head].tolist())) for head in range(3)] for masked in gone]
 
 
 def answers_there(folder: str, documents: Path, ratios: list[float], presses: list[str], most: int) -> None:
@@ -234,15 +197,14 @@ def main(argv: list[str] | None = None) -> None:
             )
             theirs = json.loads((folder / "kept.json").read_text())
     other = "kvpress" if asked.python is not None else "itself (no --python given)"
-    for name in ours[0]:
-        pairs = [
-            (set(a), set(b))
-            for one, two in zip(ours, theirs, strict=True)
-            for layer_a, layer_b in zip(one[name], two[name], strict=True)
-            for a, b in zip(layer_a, layer_b, strict=True)
-        ]
-        same, n = sum(len(a & b) for a, b in pairs), sum(len(a) for a, _ in pairs)
-        print(f"{name}: {same} of {n} kept keys are those of {other}; {sum(a == b for a, b in pairs)} of {len(pairs)} heads")
+    pairs = [
+        (set(a), set(b))
+        for one, two in zip(ours, theirs, strict=True)
+        for layer_a, layer_b in zip(one, two, strict=True)
+        for a, b in zip(layer_a, layer_b, strict=True)
+    ]
+    same, n = sum(len(a & b) for a, b in pairs), sum(len(a) for a, _ in pairs)
+    print(f"{same} of {n} kept keys are those of {other}; {sum(a == b for a, b in pairs)} of {len(pairs)} heads")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from bench_explanation import has_answer
 
 import kvlens
 from kvlens.conversion import AttentionMatching, KVzip, Landmark, Teacher
-from kvlens.conversion.few_keys import assembled, chosen_keys, own_keys, root_of
+from kvlens.conversion.few_keys import assembled, budgets_of, own_keys, paths_of, root_of
 from kvlens.conversion.gradients import logit_metrics, polish
 from kvlens.conversion.measured import answer_errors, lead_of, recall_of
 from kvlens.conversion.moved_keys import fitted_layer
@@ -51,7 +51,7 @@ from kvlens.conversion.prompt_texts import Texts, turn
 from kvlens.conversion.reference_queries import sampled_text
 from kvlens.explanation.runs import greedy, stop_tokens
 from kvlens.kv_bias.fit import MATTERS, Recall
-from kvlens.ops.pursuit import choose_among
+from kvlens.ops.pursuit import Chosen
 from kvlens.units import layout_of_tokens, spans_of
 
 DOCUMENTS = Path(__file__).with_name("recall_documents.jsonl")
@@ -74,17 +74,17 @@ MOST = 16
 Made = dict[str, Any]
 
 
-class Prepared:
-    """A document that is read once, and converted in every way."""
+class Fits:
+    """A prompt that is read once, with its reference text, and converted in every way."""
 
-    def __init__(self, model: Any, document: Made, reference: str | None, n_study: int, n_steps: int):
-        self.model, self.document, self.n_steps = model, document, n_steps
-        self.before, self.questions = asked(model, document)
-        prompt = PromptBatch(self.before[None], None, False)
+    def __init__(self, model: Any, before: torch.Tensor, reference: str | None = None, n_study: int = 0, n_steps: int = 100):
+        self.before, self.n_steps = before, n_steps
+        prompt = PromptBatch(before[None], None, False)
         exact = convert_exactly(model, prompt, (), None, model.fingerprint())
         self.teacher = Teacher(model, prompt, exact, None, Landmark(n_keys=1, reference=reference))
         if n_study:
             self.teacher.seen = [self.teacher.seen[0], *studied(model, self.teacher.whole, n_study)]
+        self._paths: tuple[int, list[Chosen]] = (0, [])
 
     @functools.cached_property
     def queries(self) -> list[Any]:
@@ -94,12 +94,12 @@ class Prepared:
     def metrics(self) -> list[torch.Tensor]:
         return logit_metrics(self.teacher)
 
-    @functools.cached_property
-    def paths(self) -> list[Any]:
-        """Every head's whole path, for budgets that are given."""
-        every = enumerate(zip(self.queries, self.metrics, strict=True))
-        layers = [(own, self.teacher.keys(i), root_of(metric)) for i, (own, metric) in every]
-        return [choose_among([layer], len(self.before))[0] for layer in layers]
+    def paths(self, wanted: torch.Tensor, equal: bool = False) -> list[Chosen]:
+        """The keys of every head in their order, followed once for the most that is asked for, the largest first."""
+        n = len(self.before) + 1 if equal else int(wanted.max())
+        if n > self._paths[0]:
+            self._paths = n, paths_of(self.teacher, self.queries, self.metrics, wanted, equal)
+        return self._paths[1]
 
     def bias(self, way: str, ratio: float, others: list[torch.Tensor]) -> tuple[Any, torch.Tensor]:
         """The bias of the document alone, with a batch axis, and the budgets."""
@@ -114,7 +114,8 @@ class Prepared:
             kept = kvzip.kept(self.teacher)
             index, budgets = list(kept.int().argsort(dim=-1, descending=True, stable=True).flatten(1, 2)), kept.sum(dim=-1)
         elif way in ("logits", "moved", "polished", "polished kl"):
-            index, budgets = chosen_keys(self.teacher, self.queries, self.metrics, wanted, equal=False)
+            paths = self.paths(wanted)
+            index, budgets = [path.keys for path in paths], budgets_of(paths, wanted, n_heads)
         else:
             if way == "shares":
                 budgets = kvzip.kept(self.teacher).sum(dim=-1)
@@ -125,7 +126,7 @@ class Prepared:
                 budgets = wanted[None, :, None].expand(n_layers, 1, n_heads)
             if way.startswith("matching"):
                 return self.matched(AttentionMatching(ratio=ratio), budgets, way.endswith("policy")), budgets
-            index = [path.keys for path in self.paths]
+            index = [path.keys for path in self.paths(wanted.new_tensor([len(self.before)]), equal=True)]
         steps = Landmark.key_steps if way in ("moved", "polished", "polished kl") else 0
         prompts = list(map(self.teacher.keys, range(n_layers)))
         own = [own_keys(*each) for each in zip(prompts, index, budgets, strict=True)]
@@ -146,6 +147,15 @@ class Prepared:
                 own = self.teacher.read(so_far, self.teacher.seen, range(layer, layer + 1))[0]
             layers.append(matching.layer(self.teacher, layer, own, counts.flatten()))
         return assembled(self.teacher.exact, layers)
+
+
+class Prepared(Fits):
+    """A document with its questions."""
+
+    def __init__(self, model: Any, document: Made, reference: str | None, n_study: int, n_steps: int):
+        self.model, self.document = model, document
+        before, self.questions = asked(model, document)
+        super().__init__(model, before, reference, n_study, n_steps)
 
     def cell(self, way: str, ratio: float, others: list[torch.Tensor]) -> Made:
         """The answers to the document's questions under one bias, and its error on the model's own text."""

@@ -28,44 +28,17 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
-from bench_recall import n_alike
+from bench_recall import Fits, n_alike
 
 import kvlens
-from kvlens.conversion import Approximation, ExpectedAttention, KVzip, Landmark, SnapKV, StreamingLLM, Teacher
-from kvlens.conversion.prompt import PromptBatch
-from kvlens.conversion.prompt_pass import convert_exactly
 from kvlens.explanation.runs import greedy, stop_tokens
 
 SHARES = (0.5, 0.25, 0.1, 0.05)
 MOST = 128
-FEW_TEXTS: dict[str, Any] = dict(n_continuations=2, continuation_length=2, n_held_out=0)
-"""No text for a method that reads none."""
-WAYS: dict[str, tuple[type, dict[str, Any]]] = {
-    "kvzip": (KVzip, FEW_TEXTS),
-    "snapkv": (SnapKV, FEW_TEXTS),
-    "expected_attention": (ExpectedAttention, FEW_TEXTS),
-    "streaming_llm": (StreamingLLM, FEW_TEXTS),
-    "landmark": (Landmark, dict(n_held_out=0)),
-}
+WAYS = {"kvzip": "kvzip", "landmark": "moved"}
+"""kvlens' methods, by their names in ``bench_recall.py``."""
 PRESSES = ("KVzipPress", "SnapKVPress", "ExpectedAttentionPress", "StreamingLLMPress")
 Row = dict[str, Any]
-
-
-class ReadOnce(Teacher):
-    """A teacher that reads a text behind the prompt once for all shares."""
-
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self.kept: list[tuple[Any, Any]] = []
-
-    def read(self, bias: Any, texts: Any, layers: Any = None) -> Any:
-        for known, queries in self.kept:
-            if layers is None and len(known) == len(texts) and all(map(torch.equal, known, texts)):
-                return queries
-        queries = super().read(bias, texts, layers)
-        if layers is None and bias is self.whole:
-            self.kept.append((texts, queries))
-        return queries
 
 
 def cases_of(data: Path, tokenizer: str, most: int) -> Iterator[Row]:
@@ -98,19 +71,11 @@ def score(text: str, case: Row) -> float:
 def rows_of_case(model: Any, case: Row, wanted: list[tuple[str, float]]) -> Iterator[Row]:
     """What the model says under each way and share, all in one batch."""
     before, behind = parts_of(model, case)
-    prompt = PromptBatch(before[None], None, False)
-    exact = convert_exactly(model, prompt, (), None, model.fingerprint(), True)
-    biases, seconds, teachers = [], [], {}
+    fits = Fits(model, before)
+    biases, seconds = [], []
     for way, share in wanted:
         began = time.process_time()
-        if way == "exact":
-            bias = exact.bias
-        else:
-            kind, options = WAYS[way]
-            method: Approximation = kind(ratio=share, **options)
-            if kind not in teachers:
-                teachers[kind] = ReadOnce(model, prompt, exact, None, method)
-            bias = method.fit(teachers[kind])
+        bias = fits.teacher.whole if way == "exact" else fits.bias(WAYS[way], share, [])[0]
         biases.append(bias.select_prompt(0))
         seconds.append(time.process_time() - began)
     stops, none = stop_tokens(model), behind.new_zeros(len(wanted), 0)

@@ -15,7 +15,7 @@ from tiny_hf import tiny_hf_model
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, KVShiftConfig, convert_prompt, counterfactuals
-from kvlens.conversion import H2O, AttentionMatching, ExpectedAttention, KVzip, Landmark, SnapKV, StreamingLLM, gradients
+from kvlens.conversion import AttentionMatching, KVzip, Landmark, gradients
 from kvlens.conversion.gradients import descend, effects_on_logits, logit_metrics
 from kvlens.model import streaming
 from kvlens.papers.iclca.logits import context_of, prompted_logits
@@ -187,10 +187,6 @@ TEXTS = dict(n_continuations=3, continuation_length=4, n_held_out=2)
 METHODS = [
     Landmark(n_keys=3, key_steps=3, **TEXTS),
     AttentionMatching(n_keys=5, on_policy=True, **TEXTS),
-    StreamingLLM(n_keys=6, **TEXTS),
-    H2O(n_keys=6, **TEXTS),
-    SnapKV(n_keys=6, window=2, **TEXTS),
-    ExpectedAttention(n_keys=6, **TEXTS),
     KVzip(n_keys=6, **TEXTS),
 ]
 LOCAL = dict(use_local_attn=True, window_size=20, attn_types=["local", "global"])

@@ -1,77 +1,20 @@
-"""Attention that keys receive, and Attention Matching's fits, against plain forms."""
-
-import sys
+"""Attention Matching's choice of keys and its fits, against plain forms."""
 
 import pytest
 import torch
 from ops_cases import normal
 
-from kvlens.ops.key_scores import (
-    attention_received,
-    expected_log_attention,
+from kvlens.ops.attention_matching import (
     masses,
     match_among,
     match_keys,
     match_mass,
     match_output,
-    naive_attention_received,
-    naive_expected_log_attention,
 )
 from kvlens.ops.landmarks import PromptKeys, Queries, naive_fit_weights
 from kvlens.ops.softmax_features import ScoreRule
 
 BATCH, KV, GROUP, D, KEYS, ROWS, SCALE = 2, 3, 2, 5, 7, 40, 1.7
-
-
-def prompt_pass() -> dict[str, torch.Tensor]:
-    """Queries and keys of a prompt, token by token."""
-    distance = torch.arange(KEYS, 0, -1)
-    return dict(
-        q=normal(BATCH, KEYS, KV * GROUP, D, seed=1),
-        query_distance=distance.expand(BATCH, KEYS),
-        counts=torch.ones(BATCH, KEYS, dtype=torch.float64),
-        keys=normal(BATCH, KV, KEYS, D, seed=2),
-        distance=distance.expand(BATCH, KV, KEYS),
-        weight=1 + normal(BATCH, KV, KEYS, seed=3).square(),
-    )
-
-
-@pytest.mark.parametrize("sink", [None, normal(KV * GROUP, seed=4)], ids=["no sink", "sink"])
-@pytest.mark.parametrize("at_once", [2**20, 100], ids=["one block", "blocks"])
-def test_received_attention_is_the_sum_over_queries(sink, at_once, monkeypatch):
-    monkeypatch.setattr(sys.modules["kvlens.ops.key_scores"], "BLOCK_NUMBERS", at_once)
-    given = prompt_pass()
-    got = attention_received(**given, rule=ScoreRule(SCALE), sink=sink)
-    for b in range(BATCH):
-        for h in range(KV * GROUP):
-            keys, weight = given["keys"][b, h // GROUP], given["weight"][b, h // GROUP]
-            of_head = None if sink is None else float(sink[h])
-            expected = naive_attention_received(given["q"][b, :, h], keys, weight, SCALE, of_head)
-            torch.testing.assert_close(got[b, h], expected, rtol=1e-12, atol=1e-13)
-
-
-def test_padding_neither_gives_nor_receives_attention():
-    given = prompt_pass()
-    real = torch.arange(KEYS) < torch.tensor([[KEYS], [KEYS - 3]])
-    given |= dict(counts=real.double(), weight=given["weight"] * real[:, None])
-    distance = (torch.tensor([KEYS, KEYS - 3])[:, None] - torch.arange(KEYS)).clamp(min=1)
-    given |= dict(query_distance=distance, distance=distance[:, None].expand(-1, KV, -1))
-    got = attention_received(**given, rule=ScoreRule(SCALE))
-    by_query = ("q", "query_distance", "counts")
-    alone = {name: x[1:, : KEYS - 3] if name in by_query else x[1:, :, : KEYS - 3] for name, x in given.items()}
-    assert (got[1, :, KEYS - 3 :] == 0).all()
-    torch.testing.assert_close(got[1:, :, : KEYS - 3], attention_received(**alone, rule=ScoreRule(SCALE)), rtol=1e-13, atol=0)
-
-
-def test_expected_attention_is_that_of_normal_queries():
-    q, keys = normal(BATCH, ROWS, KV * GROUP, D, seed=5), normal(BATCH, KV, KEYS, D, seed=6)
-    counts = (torch.arange(ROWS) >= 4).double().expand(BATCH, ROWS)
-    got = expected_log_attention(q, counts, keys, SCALE)
-    for b in range(BATCH):
-        for h in range(KV * GROUP):
-            for j in range(KEYS):
-                expected = naive_expected_log_attention(q[b, 4:, h], keys[b, h // GROUP, j], SCALE)
-                assert float(got[b, h, j]) == pytest.approx(expected, rel=1e-11)
 
 
 def reading() -> tuple[Queries, PromptKeys, torch.Tensor]:

@@ -30,14 +30,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from kvlens.conversion import (
-    H2O,
     AttentionMatching,
     ConversionMethod,
-    ExpectedAttention,
     KVzip,
     Landmark,
-    SnapKV,
-    StreamingLLM,
     WeightChange,
     convert_prompt,
     distill_prompt,
@@ -64,10 +60,6 @@ LEAST = 1e-12
 DROPPED, EXACT = "prompt left out", "every key kept"
 OURS = "landmark, with keys that move"
 METHODS: dict[str, tuple[type[ConversionMethod], dict[str, Any]]] = {
-    "StreamingLLM": (StreamingLLM, {}),
-    "Expected Attention": (ExpectedAttention, {}),
-    "SnapKV": (SnapKV, {}),
-    "H2O": (H2O, {}),
     "KVzip": (KVzip, {}),
     "Attention Matching, attention": (AttentionMatching, dict(keys="attention")),
     "Attention Matching, pursuit": (AttentionMatching, dict(keys="pursuit")),
@@ -134,8 +126,7 @@ def compaction(settings: Settings, tell: Tell) -> Reproduction:
         differences=[
             f"The papers compress the caches of large models and score answers; here {settings['model']} continues its own "
             "texts, and logits are compared.",
-            "H2O evicts keys while it reads, and KVzip instructs the model to repeat the context; here H2O ranks keys by the "
-            "attention of the whole prompt, and KVzip reads the prompt once more.",
+            "KVzip instructs the model to repeat the context; here the model reads the prompt once more.",
             "Attention Matching's weights are exact non-negative least squares; its budgets by logits are kvlens' (the authors "
             "measure budgets once per model).",
             "Token patches are exact, but only for the tokens they were made from, by reading these with the prompt; their "
