@@ -257,7 +257,7 @@ def _part(number: int, layer: Any, positions: object, n: int) -> Keys:
     return Keys(b_kv, b_d, log_scale, VirtualKeys(keys, distance)).narrowed()
 
 
-def _checked_positions(number: int, positions: object, keys: Tensor, n: int) -> Int[Tensor, "#batch #kv_head key"]:
+def _checked_positions(number: int, positions: object, keys: Tensor, n: int) -> Int[Tensor, "*#head key"]:
     """The positions of one layer's keys, of each row and head."""
     shape = keys.shape[:3]
     try:
