@@ -104,8 +104,6 @@ def assembled(exact: ConvertedExactly, layers: Sequence[LayerKeys]) -> KVBias:
 
 
 CHOOSING, MOVING = "choosing keys", "moving keys"
-CHOOSING_QUERIES = 2560
-"""At most: of more queries every second, third, ... serves for choosing keys; all of them serve for the fits."""
 
 
 @checked
@@ -198,9 +196,7 @@ def paths_of(
     def path(
         layers: Sequence[int], r: int, floor: Tensor | None = None, before: Sequence[Chosen] | None = None
     ) -> list[Chosen]:
-        some = slice(None, None, math.ceil(len(queries[0].positions) / CHOOSING_QUERIES))
-        every = [(queries[i].part(some), teacher.keys(i), root_of(metrics[i])) for i in layers]
-        return choose_among(every, r, floor, before)
+        return choose_among([(queries[i], teacher.keys(i), root_of(metrics[i])) for i in layers], r, floor, before)
 
     n_layers, n_kv_heads, n_keys = len(queries), teacher.n_kv_heads, teacher.exact.bias.d_phi
     if equal:
