@@ -2,12 +2,15 @@
 measure is not looked at."""
 
 import copy
+import gzip
 import importlib
 import itertools
 import json
+import random
 
 import bench_attribution
 import bench_circuits
+import bench_heads
 import bench_notes
 import bench_peers
 import bench_reading_layers
@@ -18,6 +21,7 @@ import bench_state_reach
 import plain_rwkv
 import pytest
 import torch
+from chat_templates import chat_model
 from precision import LAW, relative_error
 from timing import check_close
 from tiny_text_model import tiny_text_model
@@ -128,6 +132,35 @@ def test_where_stories_are_read_smoke(tmp_path, capsys):
         printed.append((capsys.readouterr().out, (tmp_path / "found.jsonl").read_text()))
     assert printed[0] == printed[1]
     assert "4 right answers, 4 lost without the part, 0 under the null" in printed[0][0]
+
+
+@pytest.mark.slow
+def test_heads_of_needles_smoke(tmp_path, capsys, monkeypatch):
+    """A model with random weights says no answer; all are taken as said. A second run adds nothing, and prints the same."""
+    model = chat_model(attention="softmax", kv_shift=None)
+    monkeypatch.setattr(bench_heads, "right", lambda model, case: True)
+    monkeypatch.setattr(bench_heads.kvlens, "load", lambda source: model)
+    monkeypatch.setattr(bench_heads, "SIZES", (1, 2))
+    with gzip.open(tmp_path / "cases.gz", "wt") as file:
+        for task, number in itertools.product(bench_heads.TASKS, ("17", "26")):
+            text = f"Numbers.\nIt is green. One of the special magic numbers for widget is: {number}. The widget is."
+            row = {"tokenizer": "smollm2", "task": task, "outputs": [number], "input": f"{text}\nWhat is the number?"}
+            file.write(json.dumps(row) + "\n")
+    words = ["", "--data", str(tmp_path / "cases.gz"), "--out", str(tmp_path / "found.jsonl"), "--cases", "2", "--long", "1"]
+    printed = []
+    for _ in range(2):
+        bench_heads.main(words)
+        printed.append((capsys.readouterr().out, (tmp_path / "found.jsonl").read_text()))
+    assert printed[0] == printed[1]
+    assert printed[0][1].count('"reading"') == 6 and "8 right answers" in printed[0][0]
+
+
+def test_others_of_the_same_layers_are_none_of_the_named():
+    named = [(0, 1), (0, 2), (3, 0)]
+    for seed in range(5):
+        others = bench_heads.like_layers(named, 4, random.Random(seed))
+        assert sorted(layer for layer, _ in others) == [0, 0, 3] and not set(others) & set(named) and len(set(others)) == 3
+    assert bench_heads.like_layers(named, 3, random.Random(0))[0] == (0, 0)  # a layer with one other head
 
 
 def test_a_wrong_answer_is_not_timed():

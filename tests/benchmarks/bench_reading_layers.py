@@ -334,9 +334,21 @@ def tried(
     model: Any, case: Asked, heads: list[list[tuple[int, int]]], layers: list[list[int]], means: dict[str, torch.Tensor]
 ) -> tuple[list[int], list[int]]:
     """Whether the answer is lost with each set of heads replaced by their means, and with each set of layers exchanged."""
-    text = torch.cat([case.prompt[-1:], case.between, case.answer[:-1]])
     whole = convert_prompt(model, case.prompt[:-1])
     other = convert_prompt(model, counterfactuals(model, case.prompt[:-1], case.gone[None, :-1])).select_prompt(0)
+    reference, *without_heads = log_p_without(model, case, whole, heads, means)
+    chosen = torch.tensor([[layer in each for layer in range(model.cfg.n_layers)] for each in layers])
+    exchanged = torch.cat([log_p(model, case, whole.exchange_layers(other, some)) for some in chosen.split(8)])
+    return tuple(  # type: ignore[return-value]
+        (walk(reference, each, case.answer).firm < len(case.answer)).int().tolist()
+        for each in (torch.stack(without_heads), exchanged)
+    )
+
+
+def log_p_without(
+    model: Any, case: Asked, whole: Any, heads: list[list[tuple[int, int]]], means: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    """The answer's log-probabilities, [row, pos, d_vocab]: of the model, and with each set of heads replaced by their means."""
     hooks = []
     for layer in range(model.cfg.n_layers):
         first = 0
@@ -344,19 +356,15 @@ def tried(
             chosen = torch.tensor([[(layer, first + i) in each for i in range(n)] for each in [[], *heads]])
             first += n
             hooks.append((name, lambda z, hook, c=chosen, m=means[name]: torch.where(c[:, None, :, None], m, z)))
+    return log_p(model, case, whole.repeat(1 + len(heads)), *hooks)
 
-    def log_p(biases: Any, *hooks: Any) -> torch.Tensor:
-        with model.kv_bias(biases), model.hooks(fwd_hooks=list(hooks)):
-            logits = model.logits_on(text.expand(biases.batch_size, -1), len(case.answer))
-        return logits.double().log_softmax(dim=-1)
 
-    without_heads = log_p(whole.repeat(1 + len(heads)), *hooks)
-    chosen = torch.tensor([[layer in each for layer in range(model.cfg.n_layers)] for each in layers])
-    exchanged = torch.cat([log_p(whole.exchange_layers(other, some)) for some in chosen.split(8)])
-    reference = without_heads[0]
-    return tuple(  # type: ignore[return-value]
-        (walk(reference, each, case.answer).firm < len(case.answer)).int().tolist() for each in (without_heads[1:], exchanged)
-    )
+def log_p(model: Any, case: Asked, biases: Any, *hooks: Any) -> torch.Tensor:
+    """The same under each bias, with hooks."""
+    text = torch.cat([case.prompt[-1:], case.between, case.answer[:-1]])
+    with model.kv_bias(biases), model.hooks(fwd_hooks=list(hooks)):
+        logits = model.logits_on(text.expand(biases.batch_size, -1), len(case.answer))
+    return logits.double().log_softmax(dim=-1)
 
 
 def scores(lines: list[dict[str, Any]], parts: pd.DataFrame, by_induction: np.ndarray) -> dict[str, np.ndarray]:
