@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 from chat_templates import CHATML, chat_model
-from test_chromium import CHROMIUM, WITHOUT, tags_and_handlers
+from test_chromium import AXE, CHROMIUM, WITHOUT, needs_axe, tags_and_handlers
 
 import kvlens
 from kvlens.cli import main
@@ -407,3 +407,22 @@ def test_a_person_plays_with_a_prompt_in_a_browser(tmp_path):
         for width in (400, 1200):
             page.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
             assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason=WITHOUT)
+@needs_axe
+def test_the_app_has_no_finding_on_a_phone(tmp_path):
+    from driven_chromium import driven_chromium
+
+    with command("facts-gpt2") as address, driven_chromium(tmp_path) as browser:
+        page = browser.page(address, width=400)
+        page.evaluate("document.querySelector('form').requestSubmit()")
+        page.until("document.querySelectorAll('.switched').length === 6")
+        page.evaluate("document.querySelectorAll('.switched input')[5].click()")
+        page.until("document.querySelectorAll('.without p').length === 3")
+        page.evaluate(AXE.read_text(encoding="utf-8"))
+        for scheme in ("light", "dark"):
+            page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+            found = page.evaluate("axe.run(document).then((result) => result.violations.map((v) => [v.id, v.impact]))")
+            assert [entry for entry in found if entry[1] in ("moderate", "serious", "critical")] == []

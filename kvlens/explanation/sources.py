@@ -217,7 +217,7 @@ def marked_response(found: Findings, lines: Sequence[SourceLine]) -> str:
 def _mark(marks: Sequence[str], number: int, run: MarkedRun) -> str:
     """A mark, of which each number or word leads to the first line that has it."""
     names = re.split(rf"(, |\+|{FOLLOWS_FROM})", run.mark)
-    links = "".join(f'<a href="#source-{marks.index(name)}">{name}</a>' if name in marks else name for name in names)
+    links = "".join(f'<a href="#source-{marks.index(name)}">{name}</a>' if name and name in marks else name for name in names)
     return f'<sup class="mark" id="mark-{number}">[{links}]</sup>'
 
 

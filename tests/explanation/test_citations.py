@@ -176,6 +176,17 @@ def test_a_word_that_falls_too_little_for_a_claim_cites_the_sentence_that_loses_
 
 
 @pytest.mark.filterwarnings("ignore:the model's vocabulary lacks")
+def test_every_link_of_a_mark_has_a_text(model, monkeypatch):
+    """Also where a line of the list has no mark, as that on words of the question."""
+    monkeypatch.setattr("kvlens.explanation.claims.DEPENDS", 5.0)
+    answer = " donkey and feeds a donkey at night, Kaya."
+    found = kvlens.explain(model, STORIES["one"], QUESTION, answer=answer, depth="units")
+    assert "" in [line.mark for line in sources_in_words(found)]
+    drawn = explanation_view(found).body
+    assert '>[follows from <a href="#source-0">1</a>]</sup>' in drawn and "></a>" not in drawn
+
+
+@pytest.mark.filterwarnings("ignore:the model's vocabulary lacks")
 def test_a_documents_name_that_has_a_word_of_the_answer_is_a_source():
     """It is removed, cited with its place in the prompt, and no longer said to be always there; other names are."""
     model = kvlens.load("facts-gpt2")

@@ -57,7 +57,7 @@ KVLENS.ready.then(() => {
 
   const show = async (found) => {
     name = found.name;
-    result.innerHTML = found.html;
+    result.innerHTML = `<h2>The answer</h2>${found.html}`;
     await KVLENS.unpackData(result);
     KVLENS.setUpExplained(result);
     told.hidden = true;
