@@ -38,7 +38,7 @@ PROGRAMS = {  # what is asked for, and how often each of these words is printed
     "bench_fit_error": ("--small", {"off by, median": 2}),
     "bench_induction_heads": ("--small", {"of 1,000 heads of untrained models named": 2, "without a name": 1}),
     # kvlens' half only; kvpress needs an environment of its own
-    "bench_kvpress": ("--seeds 1", {"144 of 144 kept keys are those of itself": 5}),
+    "bench_kvpress": ("--seeds 1", {"144 of 144 kept keys are those of itself": 1}),
     "bench_long_prompts": ("--small --kinds llama", {"error by block": 1}),
     "bench_notes": ("--stories 3 --patched 2", {"same head: 2 of 2": 1, "same position: 2 of 2": 1}),
     "bench_null": ("--units 20 --prompts 1", {"of 20 unrelated units significant": 1, "of 5 sets of four with any": 1}),

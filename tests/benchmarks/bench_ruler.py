@@ -157,12 +157,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--folder", help="the model as Transformers saves it")
     parser.add_argument("--table", action="store_true", help="print the table alone")
     args = parser.parse_args(argv)
-    rows = pd.read_csv(args.out).to_dict("records") if args.out.exists() else []
+    if not args.out.exists():
+        args.out.write_text(",".join(FIELDS) + "\n")
+    rows = pd.read_csv(args.out).to_dict("records")
     done = {(row["task"], row["number"], row["way"], row["share"]) for row in rows}
     with args.out.open("a") as out:
         writer = csv.DictWriter(out, FIELDS, extrasaction="ignore", lineterminator="\n")
-        if not rows:
-            writer.writeheader()
         for row in () if args.table else missing_rows(args, done):
             rows.append(row)
             writer.writerow(row)
