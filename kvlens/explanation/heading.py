@@ -3,7 +3,8 @@
 Long claims fall by many nats, whatever was asked, and a response often repeats the question first. Therefore each candidate is
 read as if it were the whole response: that whose tokens have the largest mean log-probability right behind the prompt heads the
 explanation. Candidates are the claims and, since what answers the question may not depend on the prompt at all, other runs of
-content words with a name or a number, none of them the question's, that the model says without any unit, too.
+content words with a name or a number, none of them the question's, that the model says without any unit, too. The capital of a
+sentence's first word is no sign of a name, unless a mark follows or the prompt has that word with it.
 """
 
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from kvlens import KVLensError
 from kvlens.errors import nearest
 from kvlens.explanation.claims import DEPENDS, SAID, Claim, claim_of, claims_of, needs_account, normal, places_of_words
 from kvlens.explanation.explaining import Explaining
+from kvlens.explanation.runs import ENDS
 
 
 def expected_claim(explaining: Explaining) -> int:
@@ -71,14 +73,22 @@ def candidates_of(explaining: Explaining) -> list[Claim]:
         return not in_claim and needs_account(word, response.text, *places[i]) and normal(word.text) not in explaining.question
 
     marked = [2 * DEPENDS if is_other(i) else 0.0 for i in range(len(response.words))]
-    others = [each for each in claims_of(response, marked, explaining.question) if any(map(_is_sign_of_a_name, each.text))]
+    others = [each for each in claims_of(response, marked, explaining.question) if _has_name(explaining, each)]
     apart = [each for each in others if all(each.stop <= claim.start or claim.stop <= each.start for claim in claims)]
     said = [each for each in apart if explaining.of(each, explaining.nothing).name in SAID]
     return [*claims, *(each._replace(nats=explaining.fall(each, explaining.nothing)) for each in said)]
 
 
-def _is_sign_of_a_name(letter: str) -> bool:
-    return letter.isupper() or letter.isdigit()
+def _has_name(explaining: Explaining, claim: Claim) -> bool:
+    """Whether a capital or a digit is a sign of a name or a number. The capital of a sentence's first word (``Welcome to``) is
+    none, unless a mark follows (``Yes, ...``) or the prompt has that word with it."""
+    response = explaining.response
+    own = [i for i, word in enumerate(response.words) if claim.start <= word.start < claim.stop]
+    before, word = response.text[: places_of_words(response)[own[0]][0]].rstrip(" "), response.words[own[0]].text
+    begins = not before or before.endswith(ENDS)
+    goes_on = any(following.is_word for following in response.words[own[-1] + 1 :][:1])
+    is_none = begins and goes_on and all(word != known.text for known in explaining.prompt_words)
+    return any(letter.isupper() or letter.isdigit() for letter in claim.text[is_none:])
 
 
 def asked_for(explaining: Explaining, candidates: list[Claim]) -> list[float]:

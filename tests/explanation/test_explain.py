@@ -127,6 +127,9 @@ def test_words_that_are_said_without_any_part_may_head_and_are_said_to_be(monkey
     assert found.rows("units", "none")["verdict"].tolist() == ["other words"]
     assert "removed, the model says" in str(found) and "'Kaya' is still said" in str(found)
     assert found.words.loc[found.words["text"] == "Kaya", "account"].tolist() == ["memory"]
+    monkeypatch.setattr(steps.Steps, "prompt_words", ())  # then a sentence's first capital is no sign of a name, but at its end
+    answers = (" donkey. Mira. Kaya", " donkey. Mira. Kaya a")
+    assert [kvlens.explain(model, STORY, QUESTION, answer=x, depth="units").claim for x in answers] == ["Kaya", "donkey"]
 
 
 def test_texts_are_generated_in_three_batches(model, found, monkeypatch):
