@@ -20,7 +20,7 @@ from torch import Tensor
 from kvlens import Counterfactuals, HookedKVTransformer, KVBias, KVLensError, KVModel, convert_prompt
 from kvlens.bridge import read_memory
 from kvlens.kv_bias import Layer
-from kvlens.memory import NUMBERS_AT_ONCE
+from kvlens.memory import NUMBERS_AT_ONCE, NUMBERS_PER_PASS
 from kvlens.model import heads_per_layer
 
 from ..bias.exchange import (
@@ -57,7 +57,7 @@ def hidden_from_text(
     """
     terms = Terms.of_prompt(model, prompt, bias)
     bias = terms.bias
-    for rows in units.split(max(1, NUMBERS_AT_ONCE // max(1, sum(part.b_kv.numel() for part in bias.attention)))):
+    for rows in units.split(max(1, NUMBERS_PER_PASS // max(1, sum(part.b_kv.numel() for part in bias.attention)))):
         whole = bias.repeat(len(rows))
         layers = []
         for layer, taken in zip(whole.layers, terms.of(carriers(bias, rows)), strict=True):

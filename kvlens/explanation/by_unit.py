@@ -2,10 +2,11 @@
 
 1. *Screen*, of a prompt of more than `MANY` units. Each unit is hidden from the response, for which the prompt is not read
    again: the response does not read the unit's own positions, but what later ones have read of it. Units without which nothing
-   changes then (no firm difference, and no claim that falls by more than `NOTHING` nats) are removed *together*, and where
-   nothing changes either, that run is what is known about each of them. Where something does, each half is tried by itself, and
-   what is left of fewer than `FEWEST` is removed unit by unit. So every unit that is said to change nothing is missing in a
-   run. What such a run does not show are units whose effects cancel, and, as none does, what also stands elsewhere: see 3.
+   changes then (no firm difference, and no claim that falls by more than `SEEMS` nats) are removed *together*, and where
+   nothing changes either, that run is what is known about each of them. Where something does, they are halved by what they
+   change when hidden, the strongest in one half, each half is tried by itself, and what is left of fewer than `FEWEST` is
+   removed unit by unit. So every unit that is said to change nothing is missing in a run. What such a run does not show are
+   units whose effects cancel, and, as none does, what also stands elsewhere: see 3.
 2. Every other unit is removed, its gap kept. Units that lose a claim are removed again with what follows moved up: those that
    lose it both ways are causes.
 3. Where no unit alone is one, the strongest are removed together, then pairs of those that lose the claim together. Strong is a
@@ -27,11 +28,11 @@ from kvlens.explanation.runs import MORE_TOKENS, PASS, IndexSet, Outcome
 
 MANY = 6
 """How many units are removed one by one without a screen, which would take about as many runs."""
-NOTHING = 0.3
-"""Nats: without units nothing changes if no claim falls by more, and there is no firm difference either. (SmolLM2, nine
-questions about two or three documents: none of the 12 sentences in documents without which no claim falls by more had a firm
-difference alone, and the largest fall was 0.33 nats; with a bound of 1 none of 29.)"""
-FEWEST = 4
+SEEMS, NOTHING = 0.3, 1.0
+"""Nats: without units nothing changes if no claim falls by more than `NOTHING`, and there is no firm difference either; a unit
+seems to change nothing if no claim falls by more than `SEEMS` when it is hidden. (SmolLM2, nine questions about two or three
+documents: none of the 29 sentences in documents without which no claim falls by more than 1 had a firm difference alone.)"""
+FEWEST = 3
 """So many units at least are removed together."""
 MOST_TOGETHER = 5
 """The largest set of the strongest units that is removed."""
@@ -101,26 +102,36 @@ class UnitSearch:
     def _screened(self) -> list[int]:
         """Remove together what seems to change nothing; returns the other units, the strongest first."""
         order = sorted(self.everything, key=lambda unit: -self._change(self.hidden[unit]))
-        waiting = [[unit for unit in order if not self._changes(self.hidden[unit])]]
+        waiting = [[unit for unit in order if not self._changes(self.hidden[unit], SEEMS)]]
         while waiting:
             units = waiting.pop()
             if len(units) < FEWEST:
                 continue
             (now,) = self.runs.without([units], wants_text=lambda now: False)
             if self._changes(now):
-                waiting += [units[: len(units) // 2], units[len(units) // 2 :]]
+                strongest = self._half(units)
+                waiting += [units[:strongest], units[strongest:]]
             else:
                 self.together[tuple(sorted(units))] = now
         left = [unit for unit in order if not any(unit in units for units in self.together)]
         n = len(self.explaining.prompt)
         return [unit for i, unit in enumerate(left) if self.explaining.room("the weakest parts one by one", (i + 1) * n)]
 
+    def _half(self, units: Sequence[int]) -> int:
+        """How many of the strongest units make half of all falls when each is hidden; where these are small, half of the units.
+
+        Where few units matter, the other half is large, and a large group leaves few tokens to read.
+        """
+        share = NOTHING / len(units)
+        falls = list(itertools.accumulate(max(self._change(self.hidden[unit]), 0.0) + share for unit in units))
+        return max(1, sum(fall <= falls[-1] / 2 for fall in falls))
+
     def _change(self, now: Outcome) -> float:
         """By how much the claim falls that falls most."""
         return max(self.fall(number, now) for number in range(len(self.explaining.claims)))
 
-    def _changes(self, now: Outcome) -> bool:
-        return now.firm is not None or self._change(now) > NOTHING
+    def _changes(self, now: Outcome, most: float = NOTHING) -> bool:
+        return now.firm is not None or self._change(now) > most
 
     # --- statements ---------------------------------------------------------------------------------------------------
 

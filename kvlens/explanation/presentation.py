@@ -290,7 +290,7 @@ def _both_ways(one_way: list[PrintedSentence]) -> str:
 
 def _no_cause(found: Findings) -> Iterator[PrintedSentence]:
     each, groups, together = (found.rows("units", role) for role in ("each", "group", "together"))
-    if not len(each):
+    if not len(each) + len(groups):
         return
     one_way = list(_one_way(found))
     which = " that was removed" if (found.units["verdict"] == NOT_KNOWN).any() else ""
@@ -299,11 +299,11 @@ def _no_cause(found: Findings) -> Iterator[PrintedSentence]:
     text = f"No part{which}{most} loses {found.named}{_both_ways(one_way)}."
     yield PrintedSentence(text, tuple(map(int, tried)))
     yield from one_way
-    kept = each[each["gap"] == "kept"]
-    row = kept.loc[kept["nats"].idxmax()]
-    if row.nats > 0:
-        most = f"It falls most without {unit_named(found, int(row.parts))}, by {row.nats:.2g} nats{_where(found, row)}"
-        yield PrintedSentence(_ended(f"{most}: {outcome(found.named, row)}"), (int(row.name),))
+    kept = each[(each["gap"] == "kept") & (each["nats"] > 0)]
+    for row in kept.nlargest(1, "nats").itertuples():
+        of_these = "Of the parts that were removed alone it" if len(groups) else "It"
+        most = f"{of_these} falls most without {unit_named(found, int(row.parts))}, by {row.nats:.2g} nats{_where(found, row)}"
+        yield PrintedSentence(_ended(f"{most}: {outcome(found.named, row)}"), (int(row.Index),))
 
 
 def _where(found: Findings, row: Any) -> str:

@@ -43,7 +43,8 @@ LogFeatures = Float[Tensor, "batch pos head d_phi"]
 
 def in_use(b_kv: Float[Tensor, "*lead d_phi d_head"], b_d: Float[Tensor, "*lead d_phi"]) -> Bool[Tensor, "*lead d_phi"]:
     """True where a key, or a feature, has a weight or a value."""
-    return (b_d != 0) | (b_kv != 0).any(dim=-1)
+    weighted = b_d != 0
+    return weighted if bool(weighted.all()) else weighted | (b_kv != 0).any(dim=-1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -365,16 +365,16 @@ class ExtraKeys(NamedTuple):
         log_scale: Float[Tensor, "#batch kv_head"],
     ) -> "ExtraKeys | None":
         """Take them from a bias; None if a weight is negative or a value has weight 0, which a softmax cannot express."""
-        log_scale = log_scale.to(b_d)
-        if not b_d.requires_grad and bool((b_d == 1).all()):  # a prompt's own keys
-            log_weights = log_scale[..., None].expand(*log_scale.shape, b_d.shape[-1])
-            return cls._expanded(keys, log_weights, b_kv, weighted=bool(log_scale.any()))
-        used = b_d > 0
-        if not bool((used | ((b_d == 0) & (b_kv == 0).all(dim=-1))).all()):
+        log_scale, used = log_scale.to(b_d)[..., None], b_d > 0
+        n = max(len(b_kv), len(b_d))
+        unused = ~used.expand(n, *used.shape[1:])
+        if not bool((b_d >= 0).all()) or bool((b_kv.expand(n, *b_kv.shape[1:])[unused] != 0).any()):
             return None
         weights = torch.where(used, b_d, 1.0)  # log 0 has no gradient, even if it is masked
-        log_weights = (weights.log() + log_scale[..., None]).masked_fill(~used, -torch.inf)
-        return cls._expanded(keys, log_weights, b_kv / weights[..., None])
+        log_weights, values, weighted = log_scale.expand_as(b_d), b_kv, bool(log_scale.any()) or bool(unused.any())
+        if b_d.requires_grad or not bool((weights == 1).all()):  # others than a prompt's own keys
+            log_weights, values, weighted = weights.log() + log_scale, b_kv / weights[..., None], True
+        return cls._expanded(keys, log_weights.masked_fill(~used, -torch.inf), values, weighted=weighted)
 
     @classmethod
     def _expanded(cls, *tensors: Tensor, weighted: bool = True) -> "ExtraKeys":

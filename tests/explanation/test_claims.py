@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 import torch
 from kvlens.analyses.attribution.terms import PositionExchange, Terms
@@ -16,7 +17,7 @@ from kvlens.explanation.by_unit import UnitSearch
 from kvlens.explanation.claims import FIRM, claim_of, claims_of, content_words, normal, verdict, walk
 from kvlens.explanation.exchanges import places_of, position_groups
 from kvlens.explanation.from_memory import StatedFact, context_or_memory, origin_of
-from kvlens.explanation.presentation import _some_units
+from kvlens.explanation.presentation import _no_cause, _some_units
 from kvlens.explanation.runs import ExplanationProgress
 from kvlens.explanation.view import _data
 from kvlens.texts import WORD, Response, Word, _words
@@ -249,6 +250,27 @@ def test_units_that_change_nothing_are_removed_together(model, screened):
     assert ["was not removed by itself" in row["says"] for row in of_the_claim] == [True, True, False, False]
     assert [bool(row["label"]) for row in of_the_claim] == [False, False, True, True]
     assert explanation_view(found).body.count("Those without a number were not removed by themselves") == 1
+
+
+@pytest.mark.parametrize(
+    ("removed", "said"),
+    [
+        ((("each", "0", 0.5), ("each", "1", 0.2)), "It falls most without a, by 0.5 nats: the model answers as before."),
+        (
+            (("group", "1+2", 0.9), ("each", "0", 0.5)),
+            "Of the parts that were removed alone it falls most without a, by 0.5 nats:",
+        ),
+        ((("group", "0+1+2", 0.9),), ""),
+    ],
+)
+def test_what_falls_most_is_said_of_what_was_compared(removed, said):
+    """A part of a group may fall by more than one that was removed by itself."""
+    rows = pd.DataFrame(removed, columns=["role", "parts", "nats"]).assign(verdict="same words", gap="kept")
+    units = pd.DataFrame({"name": [*"abc"], "unit_text": [*"abc"], "verdict": "same words"})
+    given = dict(units=units, named="'x'", is_whole=False, cause=())
+    found = SimpleNamespace(rows=lambda about, *roles: rows[rows["role"].isin(roles)], **given)
+    first, *more = (sentence.text for sentence in _no_cause(found))
+    assert first == "No part loses 'x'." and " ".join(more).startswith(said) and bool(more) == bool(said)
 
 
 def test_a_group_that_changes_something_is_divided(model, screened, monkeypatch):

@@ -280,7 +280,7 @@ def test_the_prompt_is_converted_once_for_all_knockouts(attention, monkeypatch):
     )
     units = torch.eye(13, dtype=torch.bool)
     at_once = torch.cat([each.stacked("b_d") for each in hidden_from_text(model, PROMPT, units)], dim=1)
-    monkeypatch.setattr("kvlens.analyses.attribution.terms.NUMBERS_AT_ONCE", 1)
+    monkeypatch.setattr("kvlens.analyses.attribution.terms.NUMBERS_PER_PASS", 1)
     one_by_one = torch.cat([each.stacked("b_d") for each in hidden_from_text(model, PROMPT, units)], dim=1)
     torch.testing.assert_close(one_by_one, at_once, rtol=1e-12, atol=1e-12)
     assert len(read) == 2
