@@ -223,6 +223,28 @@ def test_other_hooks_leave_the_kernel(name, fused_calls):
     assert len(fused_calls) == 2
 
 
+@pytest.mark.parametrize("grad", [False, True], ids=["no gradient", "gradient"])
+@pytest.mark.parametrize("n_queries", [1, 7])
+@pytest.mark.parametrize("name", ["learned", "rotary, grouped", "alibi", "local", "sinks"])
+def test_the_normalizer_that_is_hooked_under_a_bias_is_that_of_the_steps(name, n_queries, grad, fused_calls):
+    model, x = learned(name), tokens(2, 12 + n_queries)
+    bias, found = convert_prompt(model, x[:, :12]), []
+
+    def seen():
+        hooks = [(lambda name: name.endswith("hook_normalizer"), lambda n, hook: found.append(n.detach()))]
+        with torch.set_grad_enabled(grad), model.kv_bias(bias), model.hooks(fwd_hooks=hooks):
+            return model(x[:, 12:], attention_mask=torch.ones(2, n_queries, dtype=torch.long))
+
+    fused_calls.clear()
+    logits = seen()
+    assert grad or fused_calls
+    with by_steps(model):
+        close(logits, seen())
+    assert len(found) == 2 * model.cfg.n_layers
+    for one, other in zip(found[: model.cfg.n_layers], found[model.cfg.n_layers :], strict=True):
+        close(one, other)
+
+
 @pytest.mark.parametrize("name", NOT_BY_KERNEL)
 def test_what_the_kernel_cannot_compute_has_its_own_form(name, fused_calls):
     written(small_model(**NOT_BY_KERNEL[name]), tokens(2, 7))
