@@ -12,8 +12,8 @@ score is ``string_match_all``: the share of its outputs that occur in what the m
 none is run again, and what is said is printed. FOLDER is the same model as Transformers saves it, for kvpress (see
 ``bench_kvpress.py``).
 
-Printed at the end: the mean over tasks by way and share, with a 95 % interval (bootstrap over the cases of each task), over the
-cases that all ways have at that share.
+Printed at the end: the mean over tasks by way and share, over the cases that all ways have at that share, with a 95 % interval
+(bootstrap over the cases of each task, of which it needs two).
 """
 
 import argparse
@@ -138,7 +138,7 @@ def table(rows: pd.DataFrame, draws: int = 2000) -> pd.DataFrame:
         for way, own in at_share[n_ways == at_share["way"].nunique()].groupby("way"):
             by_task = [scores.to_numpy() for _, scores in own.groupby("task")["score"]]
             drawn = np.mean([x[generator.integers(len(x), size=(draws, len(x)))].mean(axis=1) for x in by_task], axis=0)
-            low, high = np.percentile(drawn, [2.5, 97.5])
+            low, high = np.percentile(drawn, [2.5, 97.5]) if min(map(len, by_task)) > 1 else (np.nan, np.nan)
             mean, cost = np.mean([x.mean() for x in by_task]), own["processor"].mean()
             found.append(dict(share=share, way=way, cases=len(own), mean=mean, low=low, high=high, processor=cost))
     return pd.DataFrame(found).sort_values(["share", "mean"], ascending=False)
