@@ -19,7 +19,6 @@ how the lists do; what is lost without the heads. Intervals: 95 %, bootstrap ove
 """
 
 import argparse
-import gzip
 import json
 import random
 import re
@@ -28,6 +27,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import bench_ruler
 import numpy as np
 import pandas as pd
 import torch
@@ -58,14 +58,13 @@ Head = tuple[int, int]
 
 def cases_of(data: Path, tokenizer: str, n: int) -> list[Row]:
     """The first cases of each task, numbered, with the sentence that gives the answer."""
-    with gzip.open(data, "rt") as lines:
-        rows = [row for row in map(json.loads, lines) if row["tokenizer"] == tokenizer]
+    numbered = {(case["task"], case["number"]): case for case in bench_ruler.cases_of(data, tokenizer, n)}
     found = []
     for number in range(n):
         for task in TASKS:
-            row = [row for row in rows if row["task"] == task][number]
+            row = numbered[task, number]
             (needle,) = re.findall(rf"One of the special magic \w+ for [^.]* is: {row['outputs'][0]}\.", row["input"])
-            found.append({**row, "number": number, "needle": needle})
+            found.append({**row, "needle": needle})
     return found
 
 

@@ -94,11 +94,10 @@ class Fits:
     def metrics(self) -> list[torch.Tensor]:
         return logit_metrics(self.teacher)
 
-    def paths(self, wanted: torch.Tensor, equal: bool = False) -> list[Chosen]:
+    def paths(self, wanted: torch.Tensor) -> list[Chosen]:
         """The keys of every head in their order, followed once for the most that is asked for, the largest first."""
-        n = len(self.before) + 1 if equal else int(wanted.max())
-        if n > self._paths[0]:
-            self._paths = n, paths_of(self.teacher, self.queries, self.metrics, wanted, equal)
+        if int(wanted) > self._paths[0]:
+            self._paths = int(wanted), paths_of(self.teacher, self.queries, self.metrics, wanted)
         return self._paths[1]
 
     def bias(self, way: str, ratio: float, others: list[torch.Tensor]) -> tuple[Any, torch.Tensor]:
@@ -126,7 +125,7 @@ class Fits:
                 budgets = wanted[None, :, None].expand(n_layers, 1, n_heads)
             if way.startswith("matching"):
                 return self.matched(AttentionMatching(ratio=ratio), budgets, way.endswith("policy")), budgets
-            index = [path.keys for path in self.paths(wanted.new_tensor([len(self.before)]), equal=True)]
+            index = [path.keys for path in self.paths(wanted.new_tensor([len(self.before)]))]
         steps = Landmark.key_steps if way in ("moved", "polished", "polished kl") else 0
         prompts = list(map(self.teacher.keys, range(n_layers)))
         own = [own_keys(*each) for each in zip(prompts, index, budgets, strict=True)]
