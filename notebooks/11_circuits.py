@@ -93,7 +93,7 @@ found.edges.head(10)[["writer", "reader", "input", "estimate", "metric_fall"]].r
 heads = found.nodes[found.nodes["head"] >= 0].nlargest(6, "estimate")
 best = heads.iloc[0]
 assert best["node"] == "23.3" and "20.0" in set(heads["node"])
-heads.round(2)
+heads[["node", "layer", "head", "estimate", "kept"]].round(2)
 
 # %% [markdown]
 # ## How much do they keep?

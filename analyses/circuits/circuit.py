@@ -3,11 +3,12 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import nan
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pandas as pd
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from kvlens import KVLensError, KVModel
@@ -24,7 +25,12 @@ NODES = Columns(
     node=("str", "``embedding``, a head such as ``3.2`` (layer and head), ``mlp3`` or ``logits``"),
     layer=("int64", "from 0; -1: the embedding; the number of layers: the logits"),
     head=("int64", "query head; -1: no head"),
-    estimate=("float64", "of the fall of the metric with its output corrupted; NaN for the logits"),
+    estimate=("float64", "of metric_fall, to first order; NaN for the logits"),
+    metric_fall=(
+        "float64",
+        "of the metric, from the clean pass to one in which every other node reads this one's output of the corrupted prompt, "
+        "mean over pairs; NaN where it was not run",
+    ),
     kept=("bool", "whether it is part of the circuit"),
 )
 EDGES = Columns(
@@ -75,11 +81,12 @@ class Circuit:
         batches: the pairs of prompts.
         graph: who writes and reads.
         estimates: how much the metric falls with each edge cut, to first order; 0 where there is none.
-        falls: the same of those that were run; NaN elsewhere.
         by_position: the nodes' estimates at every position, mean over pairs; positions are counted from the last before the
             answers, where the first of their tokens is predicted, so that pairs of several lengths share that column.
         kept: the edges of the circuit.
-        in_prompt, falls_in_prompt: of estimates and falls, the part at the tokens of prompts; None without texts behind them.
+        falls, node_falls: the same in a run, of edges and of nodes; NaN for those that were not run, None where none was.
+        in_prompt, falls_in_prompt: of edges' estimates and falls, the part at the tokens of prompts; None without texts behind
+            them.
         by, order: what was counted when edges were kept, and by which order of estimates.
     """
 
@@ -87,9 +94,10 @@ class Circuit:
     batches: Sequence[Pairs]
     graph: Graph
     estimates: Float[Tensor, "writer reader"]
-    falls: Float[Tensor, "writer reader"]
     by_position: Float[Tensor, "writer pos"]
     kept: Bool[Tensor, "writer reader"]
+    falls: Float[Tensor, "writer reader"] | None = None
+    node_falls: Float[Tensor, " writer"] | None = None
     in_prompt: Float[Tensor, "writer reader"] | None = None
     falls_in_prompt: Float[Tensor, "writer reader"] | None = None
     by: Counted = "edges"
@@ -111,7 +119,8 @@ class Circuit:
                 "node": [_name(layer, head, self.model.cfg.n_layers) for layer, head in nodes],
                 "layer": [layer for layer, _ in nodes],
                 "head": [head for _, head in nodes],
-                "estimate": [*self.estimates.sum(dim=1).tolist(), float("nan")],
+                "estimate": [*self.estimates.sum(dim=1).tolist(), nan],
+                "metric_fall": [nan] * len(nodes) if self.node_falls is None else [*self.node_falls.tolist(), nan],
                 "kept": [*self.kept.any(dim=1).tolist(), bool(self.kept[:, -1].any())],
             }
         )
@@ -130,7 +139,9 @@ class Circuit:
         wrote = [self.graph.writers[i] for i in writer.tolist()]
         read = [self.graph.readers[i] for i in reader.tolist()]
         n, nothing = self.model.cfg.n_layers, torch.full_like(self.estimates, torch.nan)
-        in_prompt, falls_in_prompt = (nothing if x is None else x for x in (self.in_prompt, self.falls_in_prompt))
+        in_prompt, falls, falls_in_prompt = (
+            nothing if x is None else x for x in (self.in_prompt, self.falls, self.falls_in_prompt)
+        )
         return EDGES.frame(
             {
                 "writer": [_name(layer, head, n) for layer, head in wrote],
@@ -142,7 +153,7 @@ class Circuit:
                 "reader_head": [of.head for of in read],
                 "estimate": values,
                 "estimate_in_prompt": in_prompt[writer, reader],
-                "metric_fall": self.falls[writer, reader],
+                "metric_fall": falls[writer, reader],
                 "metric_fall_in_prompt": falls_in_prompt[writer, reader],
                 "kept": self.kept[writer, reader],
             }
@@ -207,17 +218,35 @@ class Circuit:
             kept[torch.cat([torch.zeros(1, dtype=torch.long), first + 1])] = True
         return replace(self, kept=self.graph.pruned(kept & self.graph.edges), by=by, order=order)
 
-    def confirmed(self, n: int) -> "Circuit":
-        """The same, with the falls of the ``n`` edges with the largest estimates (without sign), each cut alone in a run."""
-        order = self.estimates.abs().masked_fill(~self.graph.edges, -1).flatten().argsort(descending=True, stable=True)
-        cuts = [self.graph.edges.flatten().index_fill(0, one, False).view_as(self.kept) for one in order[:n].split(1)]
+    @checked
+    def confirmed(self, n: Annotated[int, Within(0)], *, by: Counted = "edges") -> "Circuit":
+        """The same, with the falls of the ``n`` edges, or heads and MLPs, with the largest estimates (without sign), each cut
+        alone in a run. Of a node all edges are cut, so that it alone writes what it did on the corrupted prompt."""
+        edges = self.graph.edges
+        if by == "nodes":
+            chosen = self.estimates.sum(dim=1)[1:].abs().argsort(descending=True, stable=True)[:n] + 1
+            cuts = [edges.index_fill(0, one, False) for one in chosen.split(1)]
+            return replace(self, node_falls=self._falls(self.node_falls, self.estimates[:, 0], chosen, cuts))
+        sizes = self.estimates.abs().masked_fill(~edges, -1).flatten()
+        chosen = sizes.argsort(descending=True, stable=True)[: min(n, int(edges.sum()))]
+        cuts = [edges.flatten().index_fill(0, one, False).view_as(edges) for one in chosen.split(1)]
+        found = replace(self, falls=self._falls(self.falls, self.estimates, chosen, cuts))
+        if self.in_prompt is None:
+            return found
+        return replace(found, falls_in_prompt=self._falls(self.falls_in_prompt, self.estimates, chosen, cuts, in_prompt=True))
 
-        def falls(in_prompt: bool) -> Tensor:
-            whole, *alone = self.measured(self.graph.edges, *cuts, in_prompt=in_prompt).mean(dim=1)
-            found = self.falls.flatten().index_put((order[:n],), whole - torch.tensor(alone, dtype=torch.float64))
-            return found.view_as(self.falls)
-
-        return replace(self, falls=falls(False), falls_in_prompt=None if self.in_prompt is None else falls(True))
+    def _falls(
+        self,
+        known: Tensor | None,
+        like: Tensor,
+        at: Int[Tensor, " cut"],
+        cuts: Sequence[Bool[Tensor, "writer reader"]],
+        in_prompt: bool = False,
+    ) -> Tensor:
+        """What is known, with what the metric falls in a run of each of these circuits at its place."""
+        known = torch.full_like(like, torch.nan) if known is None else known
+        whole, *alone = self.measured(self.graph.edges, *cuts, in_prompt=in_prompt).mean(dim=1)
+        return known.flatten().index_put((at,), whole - torch.tensor(alone, dtype=torch.float64)).view_as(known)
 
     @SIZES.document
     def at_sizes(self, sizes: Sequence[int | float] = (), *, by: Counted = "edges", order: Order = "signed") -> "AtSizes":

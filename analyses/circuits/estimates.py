@@ -86,10 +86,9 @@ def circuit(
     if not explains_the_model(model, graph, *passes, (first.clean[:1], first.corrupted[:1])):
         raise _no_circuit(model, "something else stands between heads, MLPs and the residual stream (such as a factor)")
     of_edges, by_position = _of_batches(model, graph, batches, 1 if method == "eap" else steps, method == "eap_ig_activations")
-    nothing, has_text = torch.full_like(of_edges[0], torch.nan), first.n_prompt is not None
-    in_prompt = (of_edges[0], nothing) if has_text else (None, None)
-    found = Circuit(model, batches, graph, of_edges.sum(dim=0), nothing, by_position, graph.edges, *in_prompt)
-    found = found.confirmed(min(confirm, found.n_units("edges"))) if confirm else found
+    in_prompt = None if first.n_prompt is None else of_edges[0]
+    found = Circuit(model, batches, graph, of_edges.sum(dim=0), by_position, graph.edges, in_prompt=in_prompt)
+    found = found.confirmed(confirm) if confirm else found
     return found if size is None else found.keep(size)
 
 

@@ -33,16 +33,19 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-AT_ONCE = 10
+AT_ONCE = 50
 """Pairs in one pass."""
 SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 """As in ``kvlens.analyses.circuits``, which the other interpreter cannot import."""
 DRAWS = 2000
+MOST = 1500
+"""Pairs that a model is asked."""
 BY_QUERY_HEAD = "eap_ig_by_query_head"
 
 
@@ -76,10 +79,6 @@ def indirect_objects(data: Path, draw: random.Random, tokenizer: Any, flip: bool
             for acts in (subject, other if flip else third)
         )
         yield Pair(clean, corrupted, [f" {other}"], [f" {subject}"])
-
-
-def flipped(data: Path, draw: random.Random, tokenizer: Any) -> Iterator[Pair]:
-    return indirect_objects(data, draw, tokenizer, flip=True)
 
 
 def greater_than(data: Path, draw: random.Random, tokenizer: Any) -> Iterator[Pair]:
@@ -118,7 +117,7 @@ def multiple_choice(data: Path, draw: random.Random, tokenizer: Any) -> Iterator
 
 TASKS = {
     "ioi": indirect_objects,
-    "ioi-flip": flipped,
+    "ioi-flip": partial(indirect_objects, flip=True),
     "greater-than": greater_than,
     "addition": addition,
     "mcqa": multiple_choice,
@@ -140,12 +139,12 @@ def right(model: Any, pair: Pair, among: Sequence[str] | None) -> bool:
     return int(ids[logits[ids].argmax()]) in {token(model.tokenizer, text) for text in pair.answers}
 
 
-def right_pairs(model: Any, task: str, data: Path, n: int, seed: int = 0, most: int = 1500) -> dict[str, Any]:
+def right_pairs(model: Any, task: str, data: Path, n: int) -> dict[str, Any]:
     """So many pairs that the model answers right, and how many it was asked."""
     found: dict[str, Pair] = {}
     asked = 0
-    for pair in TASKS[task](data, random.Random(seed), model.tokenizer):
-        if len(found) == n or asked == most:
+    for pair in TASKS[task](data, random.Random(0), model.tokenizer):
+        if len(found) == n or asked == MOST:
             break
         if len(model.to_tokens(pair.clean)[0]) != len(model.to_tokens(pair.corrupted)[0]) or pair.clean in found:
             continue
@@ -183,16 +182,15 @@ def batches(model: Any, pairs: Sequence[Pair]) -> list[tuple[list[int], Any]]:
     return found
 
 
-def estimated(model: Any, pairs: Sequence[Pair], method: str, by_query_head: bool = False) -> Any:
-    """The circuit of all edges with the estimates of ``eap`` or ``eap_ig``, the mean over pairs."""
+def estimated(model: Any, pairs: Sequence[Pair], method: str, by_query_head: bool = False) -> torch.Tensor:
+    """The estimates of all edges by ``eap`` or ``eap_ig``, the mean over pairs."""
     from kvlens.analyses import circuit
 
-    total, circuits = 0, []
+    total = 0.0
     for rows, batch in batches(model, pairs):
         found = circuit(model, batch.clean, batch.corrupted, batch.metric, method=method, by_query_head=by_query_head)
-        total, circuits = total + found.estimates * len(rows), [*circuits, found]
-    joined = [batch for _, batch in batches(model, pairs)]
-    return replace(circuits[0], batches=joined, estimates=total / len(pairs))
+        total = total + found.estimates * len(rows)
+    return total / len(pairs)
 
 
 def per_pair(found: Any, pairs: Sequence[Pair], *kept: torch.Tensor) -> torch.Tensor:
@@ -202,29 +200,28 @@ def per_pair(found: Any, pairs: Sequence[Pair], *kept: torch.Tensor) -> torch.Te
     return values[:, torch.tensor([i for rows, _ in of for i in rows]).argsort()]
 
 
-def curve(found: Any, pairs: Sequence[Pair], by: str, order: str) -> dict[str, Any]:
-    """The metric of every pair in circuits of MIB's sizes; the last one is the whole model."""
-    kept = [found.keep(share, by=by, order=order).kept for share in SHARES[:-1]]
-    started = time.process_time()
-    values = per_pair(found, pairs, *kept)
-    seconds = time.process_time() - started
-    return {"values": values.tolist(), "kept": [int(each.sum()) for each in kept], "seconds": seconds}
+class Areas(NamedTuple):
+    """f at each size, [..., size], CPR and CMD."""
+
+    f: torch.Tensor
+    cpr: torch.Tensor
+    cmd: torch.Tensor
 
 
-def areas(values: torch.Tensor, clean: torch.Tensor, corrupted: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """f at each size, CPR and CMD, of metrics per size, [..., size], without the whole model, whose f is 1."""
+def areas(values: torch.Tensor, clean: torch.Tensor, corrupted: torch.Tensor) -> Areas:
+    """Of metrics per size, [..., size], without the whole model, whose f is 1."""
     f = (values - corrupted[..., None]) / (clean - corrupted)[..., None]
     f, at = torch.cat([f, torch.ones_like(f[..., :1])], dim=-1), torch.tensor(SHARES, dtype=torch.float64)
-    return f, torch.trapezoid(f, at), torch.trapezoid((1 - f).abs(), at)
+    return Areas(f, torch.trapezoid(f, at), torch.trapezoid((1 - f).abs(), at))
 
 
-def drawn_areas(curve: dict[str, Any], ends: dict[str, Any], seed: int = 0) -> tuple[torch.Tensor, ...]:
+def drawn_areas(curve: dict[str, Any], ends: dict[str, Any]) -> Areas:
     """The same with the measured pairs, and with as many of them drawn again, in row 0 and in the others."""
     values, clean, corrupted = (
         torch.tensor(x, dtype=torch.float64) for x in (curve["values"], ends["clean"], ends["corrupted"])
     )
     n = len(clean)
-    rows = torch.randint(n, (DRAWS, n), generator=torch.Generator().manual_seed(seed))
+    rows = torch.randint(n, (DRAWS, n), generator=torch.Generator().manual_seed(0))
     rows = torch.cat([torch.arange(n)[None], rows])
     return areas(values.T[rows].mean(dim=1), clean[rows].mean(dim=1), corrupted[rows].mean(dim=1))
 
@@ -252,40 +249,45 @@ class Run:
         pairs = [Pair(*pair) for pair in listed["pairs"]]
         self.choose, self.measure = pairs[: len(pairs) // 2], pairs[len(pairs) // 2 :]
 
-    def found(self, method: str) -> Any:
-        """The circuit of all edges with the estimates of a method."""
+    def found(self, method: str, by: str = "edges") -> Any:
+        """The circuit of all edges with the estimates of a method; confirmed are those by which it is ordered."""
         from kvlens.analyses.circuits.graph import Graph
 
         from kvlens.analyses import Circuit
 
         graph = Graph(self.model, by_query_head=method in ("circuitkit", BY_QUERY_HEAD))
-        nothing = torch.full(graph.edges.shape, torch.nan, dtype=torch.float64)
         by_position = torch.zeros(len(graph.writers), 0, dtype=torch.float64)
-        return Circuit(self.model, [], graph, self._scores(method, graph), nothing, by_position, graph.edges)
+        return Circuit(self.model, [], graph, self._scores(method, by, graph), by_position, graph.edges)
 
-    def _scores(self, method: str, graph: Any) -> torch.Tensor:
-        path = self.cache / f"{method}.pt"
+    def _scores(self, method: str, by: str, graph: Any) -> torch.Tensor:
         if method.startswith("random"):
             drawn = torch.Generator().manual_seed(int(method.removeprefix("random")))
             return torch.rand(graph.edges.shape, generator=drawn, dtype=torch.float64) * graph.edges
         if method == "circuitkit":
             return grouped(torch.load(self.cache / "circuitkit_scores.pt"), graph)
+        path = self.cache / f"{method}-{by}.pt" if method.startswith("confirmed") else self.cache / f"{method}.pt"
         if not path.exists():
             started = time.process_time()
-            torch.save(self._estimates(method), path)
+            torch.save(self._estimates(method, by), path)
             print(f"{time.strftime('%H:%M')} {path} {time.process_time() - started:.0f} s", flush=True)
         return torch.load(path)
 
-    def _estimates(self, method: str) -> torch.Tensor:
+    def _estimates(self, method: str, by: str) -> torch.Tensor:
         if method == BY_QUERY_HEAD:
-            return estimated(self.model, self.choose, "eap_ig", by_query_head=True).estimates
-        if not method.startswith("confirmed"):
-            return estimated(self.model, self.choose, method).estimates
-        n, n_pairs = (int(number) for number in method.removeprefix("confirmed").split("of"))
-        some = self.choose[:n_pairs]
+            return estimated(self.model, self.choose, "eap_ig", by_query_head=True)
+        name, _, n_pairs = method.partition("of")
+        lengths = [len(self.model.to_tokens(pair.clean)[0]) for pair in self.choose]
+        order = sorted(range(len(lengths)), key=lambda i: (-lengths.count(lengths[i]), i))
+        some = [self.choose[i] for i in order[: int(n_pairs)]] if n_pairs else self.choose
+        if not name.startswith("confirmed"):
+            return estimated(self.model, some, name)
         joined = [batch for _, batch in batches(self.model, some)]
-        found = replace(self.found("eap_ig"), batches=joined).confirmed(n)
-        return torch.where(found.falls.isnan(), found.estimates, found.falls)
+        found = replace(self.found("eap_ig"), batches=joined).confirmed(int(name.removeprefix("confirmed")), by=by)
+        if by == "edges":
+            return torch.where(found.falls.isnan(), found.estimates, found.falls)
+        scores = torch.zeros_like(found.estimates)  # a node's is the sum over its edges
+        scores[:, -1] = torch.where(found.node_falls.isnan(), found.estimates.sum(dim=1), found.node_falls)
+        return scores
 
     def ends(self) -> dict[str, Any]:
         """The metric of the whole model and of the corrupted prompts."""
@@ -298,8 +300,17 @@ class Run:
         return kept_in(self.cache / "ends.json", make)
 
     def curve(self, method: str, by: str, order: str) -> None:
-        path = self.cache / f"{method}-{by}-{order}.json"
-        kept_in(path, lambda: curve(self.found(method), self.measure, by, order))
+        """The metric of every pair in circuits of MIB's sizes but the last, which is the whole model."""
+
+        def make() -> dict[str, Any]:
+            found = self.found(method, by)
+            kept = [found.keep(share, by=by, order=order).kept for share in SHARES[:-1]]
+            started = time.process_time()
+            values = per_pair(found, self.measure, *kept).tolist()
+            seconds = time.process_time() - started
+            return {"values": values, "kept": [int(each.sum()) for each in kept], "seconds": seconds}
+
+        kept_in(self.cache / f"{method}-{by}-{order}.json", make)
 
 
 # --- CircuitKIT, in an environment of its own --------------------------------------------------------------------------------
@@ -386,13 +397,14 @@ def grouped(scores: torch.Tensor, graph: Any) -> torch.Tensor:
     return found * graph.edges
 
 
-def compared(run: "Run", n_pairs: int, shares: Sequence[float] = (0.001, 0.01, 0.1, 0.5)) -> None:
+def compared(run: Run, n_pairs: int) -> None:
     """Print how far our estimates are from CircuitKIT's, and our runs of its circuits from its own."""
     ours = run.found("eap_ig")
     theirs = grouped(torch.load(run.cache / "circuitkit_scores.pt"), ours.graph)
     print(f"estimates: relative difference {float((ours.estimates - theirs).norm() / theirs.norm()):.1e}")
     own = json.loads((run.cache / "circuitkit_own-edges-signed.json").read_text())
     found = run.found("circuitkit")
+    shares = 0.001, 0.01, 0.1, 0.5
     circuits = [found.keep(share).kept for share in shares]
     values = per_pair(found, run.measure[:n_pairs], *circuits)
     for share, kept, mine in zip(shares, circuits, values, strict=True):
@@ -411,6 +423,8 @@ def interval(drawn: torch.Tensor) -> str:
 
 
 SHOWN = (0.002, 0.01, 0.05, 0.1, 0.2, 0.5)
+OF = {"signed": "cpr", "absolute": "cmd"}
+"""What MIB measures of circuits that are ordered by value, and by size."""
 
 
 def rows_of(cache: Path) -> Iterator[str]:
@@ -426,17 +440,15 @@ def rows_of(cache: Path) -> Iterator[str]:
     for path in sorted(cache.glob("*-*-signed.json")) + sorted(cache.glob("*-*-absolute.json")):
         method, by, order = path.stem.rsplit("-", 2)
         own = json.loads((cache / "circuitkit_own-ends.json").read_text()) if method == "circuitkit_own" else ends
-        f, cpr, cmd = drawn[method, by, order] = drawn_areas(json.loads(path.read_text()), own)
-        at = " | ".join(f"{f[0, SHARES.index(share)]:.2f}" for share in SHOWN)
-        of_mib = {"signed": cpr, "absolute": cmd}  # CPR is of the order by value, CMD of that by size
-        both = [interval(x) if name == order or method.startswith("random") else "" for name, x in of_mib.items()]
+        found = drawn[method, by, order] = drawn_areas(json.loads(path.read_text()), own)
+        at = " | ".join(f"{found.f[0, SHARES.index(share)]:.2f}" for share in SHOWN)
+        both = [interval(getattr(found, x)) if x == OF[order] or method.startswith("random") else "" for x in ("cpr", "cmd")]
         yield f"| {by} | {method} | {order} | {' | '.join(both)} | {at} |"
     yield ""
     for method, by, order in drawn:
         if method != "eap_ig" and ("eap_ig", by, order) in drawn:
-            name, at = {"signed": ("CPR", 1), "absolute": ("CMD", 2)}[order]
-            gap = interval(drawn["eap_ig", by, order][at] - drawn[method, by, order][at])
-            yield f"eap_ig less {method}, {by}, {order}: {name} {gap}"
+            ours, other = (getattr(drawn[name, by, order], OF[order]) for name in ("eap_ig", method))
+            yield f"eap_ig less {method}, {by}, {order}: {OF[order].upper()} {interval(ours - other)}"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -450,7 +462,8 @@ def main(argv: list[str] | None = None) -> None:
         "--methods",
         nargs="+",
         default=["eap_ig", "eap", "random0"],
-        help=f"also {BY_QUERY_HEAD}, confirmedNofPAIRS, circuitkit",
+        help=f"also {BY_QUERY_HEAD}, circuitkit, confirmedN (the N largest of eap_ig are run) and, with so many pairs, "
+        "eap_igofPAIRS, confirmedNofPAIRS",
     )
     parser.add_argument("--by", nargs="+", choices=["edges", "nodes"], default=["edges", "nodes"])
     parser.add_argument("--orders", nargs="+", choices=["signed", "absolute"], default=["signed", "absolute"])

@@ -304,6 +304,9 @@ def test_estimates_are_the_falls_where_the_model_is_linear(method):
     estimates, falls = (torch.tensor(found.edges[column].to_numpy()) for column in ("estimate", "metric_fall"))
     assert relative_error(falls, estimates) < LAW and (estimates.abs() > 1e-3).sum() > 20
     assert (found.edges.query("input in ('q', 'k')")["metric_fall"] == 0).all()
+    nodes = found.confirmed(10**6, by="nodes").nodes.query("head >= 0")
+    of_nodes = (torch.tensor(nodes[column].to_numpy()) for column in ("metric_fall", "estimate"))
+    assert relative_error(*of_nodes) < LAW and len(nodes) == 3 * model.cfg.n_heads
     whole = found.measured(found.graph.edges).mean()
     corrupted = found.measured(~found.graph.edges).mean()
     of_logits = torch.tensor([found.edges.query("reader == 'logits'")["estimate"].sum()], dtype=torch.float64)
@@ -329,6 +332,22 @@ def test_a_circuit_of_nodes_corrupts_the_output_of_all_others(n, n_mlps):
     expected = differences(model, CLEAN, fwd_hooks=hooks)
     assert relative_error(found.measured()[0], expected) < LAW and len(mlps) == n_mlps
     assert set(found.nodes.query("kept")["node"]) <= {"embedding", "logits", *order["node"][:n]}
+
+
+@pytest.mark.parametrize("name", ["softmax, side by side", "softmax, norms behind heads", "gqa"])
+def test_a_confirmed_node_is_a_run_in_which_all_others_read_what_it_wrote_on_the_corrupted_prompt(name):
+    model, split = shared(name), sharp(name, **SPLIT)
+    found = circuit(model, CLEAN, CORRUPTED, everything, method="eap")
+    theirs, clean = ByHooks(split), everything(model(CLEAN)).mean()
+    theirs.run(CORRUPTED)
+    confirmed = found.confirmed(3, by="nodes").confirmed(4).nodes.set_index("node")
+    largest = found.nodes.query("node not in ('embedding', 'logits')").sort_values("estimate", key=abs)["node"][-3:]
+    assert set(confirmed.index[confirmed["metric_fall"].notna()]) == set(largest)
+    for node in largest:
+        cut = {edge for edge in places(found) if edge[0] == node}
+        expected = clean - everything(ByHooks(split, theirs.written, cut).run(CLEAN)).mean()
+        assert confirmed.loc[node, "metric_fall"] == pytest.approx(float(expected), abs=LAW * float(clean.abs()))
+        assert abs(expected) > 1e-3
 
 
 def slow_greedy(found, n, size):
