@@ -219,9 +219,10 @@ class Circuit:
         return replace(self, kept=self.graph.pruned(kept & self.graph.edges), by=by, order=order)
 
     @checked
-    def confirmed(self, n: Annotated[int, Within(0)], *, by: Counted = "edges") -> "Circuit":
+    def confirmed(self, n: Annotated[int, Within(1)], *, by: Counted = "edges") -> "Circuit":
         """The same, with the falls of the ``n`` edges, or heads and MLPs, with the largest estimates (without sign), each cut
-        alone in a run. Of a node all edges are cut, so that it alone writes what it did on the corrupted prompt."""
+        alone in a run. Of a node all edges are cut: the others read what it wrote on the corrupted prompt. :meth:`keep` goes by
+        the estimates all the same."""
         edges = self.graph.edges
         if by == "nodes":
             chosen = self.estimates.sum(dim=1)[1:].abs().argsort(descending=True, stable=True)[:n] + 1

@@ -102,7 +102,6 @@ class Pass:
         self, tokens: Int[Tensor, "pair pos"], n_last: int | None, embedded: Tensor | None = None
     ) -> Float[Tensor, "pair n_last d_vocab"]:
         """The logits at the last positions, all of them by default; ``embedded`` takes the place of the tokens' embedding."""
-
         n = n_last or tokens.shape[1]
 
         def start(x: Tensor) -> Tensor:
