@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.masking_utils import eager_mask
@@ -180,7 +180,7 @@ READ = (DynamicLayer, DynamicSlidingWindowLayer, BiasLayer)
 """What a cache's layers may be: classes derived from them hold rounded keys, or more than keys."""
 
 
-def fields_of_cache(model: Any, cache: Any, positions: object, n_tokens: int | None) -> dict[str, Any]:
+def fields_of_cache(model: Any, cache: object, positions: object, n_tokens: int | None) -> dict[str, Any]:
     """The fields of a bias; see :meth:`kvlens.KVBias.from_cache`."""
     f = model.fingerprint()
     _refuse_models_without("from_cache: a cache of Transformers is no bias of this model", f, model.cfg.attention == "hybrid")
@@ -198,7 +198,7 @@ def fields_of_cache(model: Any, cache: Any, positions: object, n_tokens: int | N
     return {"layers": tuple(layers), "fingerprint": f, "record": record, **counts}
 
 
-def _checked_layers(cache: Any, f: Fingerprint) -> list[Any]:
+def _checked_layers(cache: object, f: Fingerprint) -> list[DynamicLayer]:
     """The layers of a cache that holds keys and values of a model's sizes."""
     held = list(getattr(cache, "layers", ()))
     others = [type(layer).__name__ for layer in held if type(layer) not in READ]
@@ -220,7 +220,7 @@ def _checked_layers(cache: Any, f: Fingerprint) -> list[Any]:
     return held
 
 
-def _n_tokens(model: Any, held: Sequence[Any], positions: object, n_tokens: int | None) -> int:
+def _n_tokens(model: Any, held: Sequence[DynamicLayer], positions: object, n_tokens: int | None) -> int:
     """How many tokens stand before the text, by what the layers count, or as given with the positions of keys."""
     counts = sorted({layer.get_seq_length() for layer in held})
     if positions is not None:
@@ -239,7 +239,7 @@ def _n_tokens(model: Any, held: Sequence[Any], positions: object, n_tokens: int 
     return counts[0]
 
 
-def _part(number: int, layer: Any, positions: object, n: int) -> Keys:
+def _part(number: int, layer: DynamicLayer, positions: object, n: int) -> Keys:
     """The keys of one layer, without those at no position."""
     keys, values = layer.keys.detach().clone(), layer.values.detach()
     log_scale, r = keys.new_zeros(keys.shape[:2]), keys.shape[2]
@@ -276,7 +276,7 @@ def _checked_positions(number: int, positions: object, keys: Tensor, n: int) -> 
 
 
 def attention_with_weights(
-    module: Any,
+    module: nn.Module,
     query: Float[Tensor, "batch head pos d_key"],
     key: Float[Tensor, "batch kv_head key d_stored"],
     value: Float[Tensor, "batch kv_head key d_head"],

@@ -5,7 +5,7 @@ sum of one model's keys and values; read by another model it gives plausible but
 that the error can name what differs. Dtype and device are not part of it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvlens.errors import KVLensError, brief
+from kvlens.kv_bias.layers import Layer
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,11 @@ class Fingerprint:
                 )
 
     @classmethod
-    def from_json(cls, written: Mapping[str, Any]) -> "Fingerprint":
+    def from_json(cls, written: Mapping[str, object]) -> "Fingerprint":
         """From the fields that :meth:`to_json` wrote, with the lists that JSON has instead of tuples."""
         return cls(**{name: _as_tuples(value) for name, value in written.items()})
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The fields as JSON's types."""
         return {**asdict(self), "heads": [list(of) for of in self.heads]}
 
@@ -89,30 +90,34 @@ LAST_POSITION = 2**24
 """Angles are computed in float32, which represents whole numbers exactly up to here."""
 
 
-def check_fields(bias: Any) -> None:
+def n_rows_of(layers: Sequence[Layer]) -> int:
+    """The number of prompts."""
+    return len(next(x for layer in layers for x in layer.tensors().values()))
+
+
+def check_fields(f: Fingerprint, layers: Sequence[Layer], counts: Mapping[str, object], single: bool) -> None:
     """Check every field of a :class:`~kvlens.kv_bias.KVBias`.
 
     Raises:
         KVLensError: a field has the wrong type or shape; what was expected, and what came.
     """
-    f = bias.fingerprint
     if not isinstance(f.heads, tuple) or [len(of) if isinstance(of, tuple) else 0 for of in f.heads] != [4] * f.n_layers:
         raise KVLensError(
             f"KVBias: fingerprint.heads must be four numbers for each layer, [layer={f.n_layers}, 4], got {brief(f.heads)}"
         )
-    if len(bias.layers) != f.n_layers or not any(layer.tensors() for layer in bias.layers):
-        empty = "" if any(layer.tensors() for layer in bias.layers) else ", all of them empty"
-        raise KVLensError(f"KVBias: layers must be those of a model of {f.n_layers} layers, got {len(bias.layers)}{empty}")
-    n_rows = bias.n_rows
-    for number, layer in enumerate(bias.layers):
+    if len(layers) != f.n_layers or not any(layer.tensors() for layer in layers):
+        empty = "" if any(layer.tensors() for layer in layers) else ", all of them empty"
+        raise KVLensError(f"KVBias: layers must be those of a model of {f.n_layers} layers, got {len(layers)}{empty}")
+    n_rows = n_rows_of(layers)
+    for number, layer in enumerate(layers):
         _check_layer(number, layer, f, n_rows)
-    if bias.single and n_rows != 1:
+    if single and n_rows != 1:
         raise KVLensError(f"KVBias: a single prompt has one row, got {n_rows}")
-    for name in COUNTS:
-        _check_count(name, getattr(bias, name), () if bias.single else (n_rows,))
+    for name, value in counts.items():
+        _check_count(name, value, () if single else (n_rows,))
 
 
-def _check_layer(number: int, layer: Any, f: Fingerprint, n_rows: int) -> None:
+def _check_layer(number: int, layer: Layer, f: Fingerprint, n_rows: int) -> None:
     part, (n_heads, *_) = layer.attention, f.heads[number]
     features = getattr(part, "features", None)
     if (part is None) != (n_heads == 0) or (part is not None and (features is None) != (f.attention == "linear")):
@@ -130,7 +135,7 @@ def _check_layer(number: int, layer: Any, f: Fingerprint, n_rows: int) -> None:
         features.check(f.heads[number][1], f.d_key or f.d_head)
 
 
-def _sizes(layer: Any, f: Fingerprint, number: int) -> dict[str, tuple[int | None, ...]]:
+def _sizes(layer: Layer, f: Fingerprint, number: int) -> dict[str, tuple[int | None, ...]]:
     """What the axes of a layer's tensors, behind that of the prompts, must be; None where any number will do."""
     n_heads, n_kv_heads, d_head, d_phi = f.heads[number]
     part, heads = layer.attention, n_heads
@@ -150,14 +155,14 @@ def _sizes(layer: Any, f: Fingerprint, number: int) -> dict[str, tuple[int | Non
     }
 
 
-def _check_count(name: str, value: Any, batch: tuple[int, ...]) -> None:
+def _check_count(name: str, value: object, batch: tuple[int, ...]) -> None:
     """Raise unless ``value`` is a whole number from 0 to LAST_POSITION, or a tensor of one per prompt."""
     wanted = f"a whole number from 0 to {LAST_POSITION}" + (f", or {batch[0]} of them in a tensor" if batch else "")
     if isinstance(value, Tensor):
         fits = tuple(value.shape) == batch and not value.is_floating_point() and value.dtype != torch.bool
         low, high = (int(value.min()), int(value.max())) if fits and value.numel() else (0, 0)
     else:
-        fits = isinstance(value, int) and not isinstance(value, bool)
-        low = high = value if fits else 0
+        low = high = value if isinstance(value, int) and not isinstance(value, bool) else -1
+        fits = low >= 0
     if not fits or low < 0 or high > LAST_POSITION:
         raise KVLensError(f"KVBias: {name} must be {wanted}, got {value!r}")

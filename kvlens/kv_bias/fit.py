@@ -32,11 +32,13 @@ more keys; a high one is no reason to trust an answer.
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+
+N = TypeVar("N", int, float)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,11 +99,11 @@ class AnswerErrors:
         """The measured values."""
         return {f.name: getattr(self, f.name) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)}
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The fields that describe the texts."""
         return {name: getattr(self, name) for name in ("n_texts", "text_length", "without")}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """All fields; measured values as numbers for one prompt, as lists for a batch."""
         return {**{name: tensor.tolist() for name, tensor in self.to_tensors().items()}, **self.to_json()}
 
@@ -194,7 +196,7 @@ class Recall:
         lost = f"; lost most: {worst}" if worst else ""
         return f"recall {self.share:.0%} of {len(self.words)} words of the prompt{lost}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """As JSON types."""
         return asdict(self)
 
@@ -234,7 +236,7 @@ class BiasFit:
     """
 
     method: str
-    settings: dict[str, Any]
+    settings: dict[str, object]
     n_reference_tokens: int
     n_held_out_tokens: int
     tokens: dict[str, int]
@@ -298,7 +300,7 @@ class BiasFit:
         tensors = {name: getattr(self, name) for name in self.BY_LAYER}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[dict[str, float]]:
         """One row per layer and query head (and prompt of a batch): ``n_keys``, ``head_output_error``, ``mass_error``; no rows
         if they are not known. Of a hybrid model layers are counted among those with attention.
         """
@@ -314,7 +316,7 @@ class BiasFit:
             rows.append({**place, "n_keys": int(keys[index]), **errors})
         return rows
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The fields that are not tensors, as JSON types."""
         apart = (*self.BY_LAYER, "answers", "recall", "parts")
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in apart}
@@ -358,11 +360,11 @@ def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _summed(each: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    total: dict[str, Any] = {}
+def _summed(each: Iterable[Mapping[str, N]]) -> dict[str, N]:
+    total: dict[str, N] = {}
     for some in each:
         for name, value in some.items():
-            total[name] = total.get(name, 0) + value
+            total[name] = value + total.get(name, 0)  # of whole numbers, and of seconds
     return total
 
 
@@ -383,10 +385,3 @@ def of_sum(records: Iterable[FitRecord], step: str) -> FitRecord:
     """The record of a sum."""
     approximate = [record for record in records if record is not None]
     return BiasFit.of_several(approximate, step) if approximate else None
-
-
-def after_rounding(bias: Any, dtype: torch.dtype) -> FitRecord:
-    """The record after a change of dtype. Rounding to half precision adds an unmeasured error of at least 0.1 %."""
-    lost = torch.finfo(dtype).eps > max(torch.finfo(bias.dtype).eps, torch.finfo(torch.float32).eps)
-    is_softmax = bias.fingerprint.attention != "linear"
-    return edited(bias.fit, f"rounded to {str(dtype).removeprefix('torch.')}") if lost and is_softmax else bias.fit

@@ -10,7 +10,7 @@ For a softmax model phi is not part of the model: it comes with the bias. A bias
 (:mod:`kvlens.kv_bias.layers`): keys, sums of features, states, and the raw rows of the last tokens.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from numbers import Real
 from pathlib import Path
@@ -24,10 +24,10 @@ from kvlens.arguments import check_device
 from kvlens.checks import Count, Finite, checked, ensure
 from kvlens.dtypes import check_holds, dtype_of, is_dtype
 from kvlens.errors import KVLensError, check_known
-from kvlens.kv_bias.arithmetic import check_held, sum_in_words, summed, tokens_left
-from kvlens.kv_bias.fields import COUNTS, Fingerprint, check_fields
-from kvlens.kv_bias.fit import BiasFit, after_rounding, edited, of_sum, since
-from kvlens.kv_bias.layers import Features, Layer, all_finite, padded
+from kvlens.kv_bias.features import same_features
+from kvlens.kv_bias.fields import COUNTS, Fingerprint, check_fields, n_rows_of
+from kvlens.kv_bias.fit import BiasFit, FitRecord, edited, of_sum, since
+from kvlens.kv_bias.layers import Features, Keys, Layer, State, all_finite, padded
 from kvlens.kv_bias.storage import as_numbers, read_bias_file, write_bias_file
 
 INSTEAD_OF = {
@@ -89,32 +89,38 @@ class KVBias:
 
     def __post_init__(self, record: BiasFit | None):
         object.__setattr__(self, "fit", record)
-        check_fields(self)
+        counts = {name: getattr(self, name) for name in COUNTS}
+        check_fields(self.fingerprint, self.layers, counts, self.single)
 
     def __getattr__(self, name: str) -> Any:
         instead = f"; use {INSTEAD_OF[name].format(name.lower())}" if name in INSTEAD_OF else ""
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{instead}")
 
-    def with_layers(self, layers: Sequence[Layer], **counts: Any) -> "KVBias":
-        """The bias with other layers, and further ``counts``; of a softmax model it is then not known how exact it is."""
+    def with_layers(self, layers: Sequence[Layer]) -> "KVBias":
+        """The bias with other layers; of a softmax model it is then not known how exact it is."""
         fit = self.fit if self.fingerprint.attention == "linear" else edited(self.fit, "layers changed")
-        return replace(self, layers=tuple(layers), record=fit, **counts)
+        return replace(self, layers=tuple(layers), record=fit)
 
     def map_layers(self, change: Callable[[Layer], Layer]) -> "KVBias":
         """The bias with ``change`` applied to every layer, which is how to write into one; see :meth:`with_layers`."""
         return self.with_layers([change(layer) for layer in self.layers])
 
-    def with_attention(self, parts: Sequence[Any]) -> "KVBias":
+    def with_attention(self, parts: Sequence[State]) -> "KVBias":
         """The bias with other parts in the layers with attention, in order; see :meth:`with_layers`."""
         given = iter(parts)
         return self.map_layers(lambda layer: layer.of_attention(lambda part: next(given)))
 
-    def _each(self, change: Callable[[Layer], Layer], record: BiasFit | None, **changed: Any) -> "KVBias":
-        return replace(self, layers=tuple(map(change, self.layers)), record=record, **changed)
-
-    def _counts(self, change: Callable[[Tensor], Any]) -> dict[str, Any]:
-        """The counts that prompts have one each of, with ``change`` applied."""
-        return {name: change(value) for name in COUNTS if isinstance(value := getattr(self, name), Tensor)}
+    def _each(
+        self,
+        change: Callable[[Layer], Layer],
+        record: BiasFit | None,
+        single: bool | None = None,
+        count: Callable[[Tensor], int | Tensor] = lambda value: value,
+    ) -> "KVBias":
+        """The bias with ``change`` applied to every layer, and ``count`` to the counts that prompts have one each of."""
+        n, offset = (count(x) if isinstance(x, Tensor) else x for x in (self.n_prompt_tokens, self.position_offset))
+        single, layers = self.single if single is None else single, tuple(map(change, self.layers))
+        return replace(self, layers=layers, n_prompt_tokens=n, position_offset=offset, record=record, single=single)
 
     @property
     def attention(self) -> list[Any]:
@@ -204,7 +210,7 @@ class KVBias:
     @property
     def n_rows(self) -> int:
         """The number of prompts."""
-        return len(next(x for layer in self.layers for x in layer.tensors().values()))
+        return n_rows_of(self.layers)
 
     @property
     def _some(self) -> Tensor:
@@ -273,9 +279,14 @@ class KVBias:
             check_holds("KVBias.to", moved, tensor)
             return moved
 
-        fit = after_rounding(self, device_or_dtype) if to_dtype else self.fit  # type: ignore[arg-type]
-        counts = {} if to_dtype else self._counts(lambda value: value.to(device_or_dtype))
-        return self._each(lambda layer: layer.map(move), fit, **counts)
+        fit = self._fit_rounded(device_or_dtype) if isinstance(device_or_dtype, torch.dtype) else self.fit
+        return self._each(lambda layer: layer.map(move), fit, count=move)
+
+    def _fit_rounded(self, dtype: torch.dtype) -> FitRecord:
+        """The record after a change of dtype. Rounding to half precision adds an unmeasured error of at least 0.1 %."""
+        lost = torch.finfo(dtype).eps > max(torch.finfo(self.dtype).eps, torch.finfo(torch.float32).eps)
+        is_softmax = self.fingerprint.attention != "linear"
+        return edited(self.fit, f"rounded to {str(dtype).removeprefix('torch.')}") if lost and is_softmax else self.fit
 
     def detach(self) -> "KVBias":
         """The same bias, detached from the graph that ``convert_prompt(..., detach=False)`` kept."""
@@ -285,11 +296,13 @@ class KVBias:
     def select_prompt(self, index: int) -> "KVBias":
         """One prompt of a batch, without the batch axis."""
         index = range(self.n_rows)[index]
-        counts = self._counts(lambda value: int(value[index]))
         fit = None if self.fit is None else self.fit.select_prompt(index)
-        if self.n_rows == 1:
-            return replace(self, record=fit, single=True, **counts)
-        return self._each(lambda layer: layer.rows(lambda x: x[index : index + 1]), fit, single=True, **counts)
+        return self._each(
+            lambda layer: layer if self.n_rows == 1 else layer.rows(lambda x: x[index : index + 1]),
+            fit,
+            single=True,
+            count=lambda value: int(value[index]),
+        )
 
     @checked
     def repeat(self, n: Count) -> "KVBias":
@@ -300,8 +313,8 @@ class KVBias:
     @checked
     def select_prompts(self, rows: Int[Tensor, " row"]) -> "KVBias":
         """Some prompts of a batch, repetitions allowed, as a batch."""
-        fit, counts = since(self.fit, "prompts selected"), self._counts(lambda value: value[rows])
-        return self._each(lambda layer: layer.rows(lambda x: x[rows.to(x.device)]), fit, **counts)
+        fit = since(self.fit, "prompts selected")
+        return self._each(lambda layer: layer.rows(lambda x: x[rows.to(x.device)]), fit, count=lambda value: value[rows])
 
     @staticmethod
     def batch(biases: Sequence["KVBias"]) -> "KVBias":
@@ -310,13 +323,12 @@ class KVBias:
             other.fingerprint.check(biases[0].fingerprint, "KVBias.batch", whose="the first bias")
         if len(biases) == 1 and not biases[0].single:
             return biases[0]
-        counts: dict[str, Any] = {
-            name: torch.cat([torch.as_tensor(getattr(b, name), device=b.device).expand(b.n_rows) for b in biases])
-            for name in COUNTS
-        }
+        n, offset = (
+            torch.cat([torch.as_tensor(getattr(b, name), device=b.device).expand(b.n_rows) for b in biases]) for name in COUNTS
+        )
         layers = tuple(map(Layer.joined, zip(*(bias.layers for bias in biases), strict=True)))
         fit = of_sum((bias.fit for bias in biases), "batches joined")
-        return replace(biases[0], layers=layers, record=fit, single=False, **counts)
+        return replace(biases[0], layers=layers, n_prompt_tokens=n, position_offset=offset, record=fit, single=False)
 
     @checked
     def exchange_layers(self, other: "KVBias", layers: Bool[Tensor, "row layer"]) -> "KVBias":
@@ -439,7 +451,7 @@ class KVBias:
 
     @classmethod
     @checked
-    def from_cache(cls, model: Any, cache: Any, positions: object = None, n_tokens: Count | None = None) -> "KVBias":
+    def from_cache(cls, model: Any, cache: object, positions: object = None, n_tokens: Count | None = None) -> "KVBias":
         """A cache that Transformers, or a method that compresses caches, has left of a prompt, as a bias.
 
         A whole cache gives the bias of :func:`kvlens.convert_prompt`, of a layer that slides the keys within its window. That
@@ -586,7 +598,7 @@ class KVBias:
             return NotImplemented
         factor = ensure("KVBias: a factor", Finite, factor if isinstance(factor, int) else float(factor))
         layers = tuple(layer.times(float(factor)) for layer in self.layers)
-        check_held(f"KVBias: {float(factor):.3g} times this bias", layers, [self])
+        _check_held(f"KVBias: {float(factor):.3g} times this bias", layers, [self])
         fit = self.fit if factor == 1 else since(self.fit, f"multiplied by {float(factor):.3g}")
         return replace(self, layers=layers, record=fit)
 
@@ -628,13 +640,125 @@ class KVBias:
 def _sum_of(
     biases: Sequence[KVBias], weights: Sequence[float | int] | None, shift_state: str, equal_offsets: bool = False
 ) -> KVBias:
-    """The weighted sum, on the device of the first; see :func:`kvlens.kv_bias.arithmetic.summed`."""
+    """The weighted sum, on the device of the first."""
     weights = [1.0] * len(biases) if weights is None else list(weights)
     first = biases[0]
     biases = [bias if bias.device == first.device else bias.to(first.device) for bias in biases]
-    layers = summed(biases, weights, shift_state, equal_offsets)
+    layers = _summed(biases, weights, shift_state, equal_offsets)
     chosen = biases[-1] if shift_state == "last" else first
     unchanged = weights == [1.0] and shift_state != "zero"
-    fit = first.fit if unchanged else of_sum((bias.fit for bias in biases), sum_in_words(biases, weights))
-    counts = dict(n_prompt_tokens=tokens_left(biases, weights), position_offset=chosen.position_offset)
-    return replace(first, layers=layers, record=fit, **counts)
+    fit = first.fit if unchanged else of_sum((bias.fit for bias in biases), _sum_in_words(biases, weights))
+    left, offset = _tokens_left(biases, weights), chosen.position_offset
+    return replace(first, layers=layers, n_prompt_tokens=left, position_offset=offset, record=fit)
+
+
+def _summed(
+    biases: Sequence[KVBias], weights: Sequence[float | int], shift_state: str, equal_offsets: bool = False
+) -> tuple[Layer, ...]:
+    """The layers of the weighted sum of ``biases`` (at least one).
+
+    Args:
+        biases: on one device.
+        weights: one per bias.
+        shift_state: "equal", "first", "last" or "zero", as in :meth:`kvlens.KVBias.combine`.
+        equal_offsets: raise an error if position offsets differ, even if ``shift_state`` chooses a bias.
+
+    Raises:
+        KVLensError: different models, dtypes or batch shapes; shift states or offsets differ and none was chosen.
+    """
+    for other in biases[1:]:
+        _check_same_kind(biases[0], other)
+        if shift_state == "equal":
+            _check_equal_boundaries(biases[0], other)
+        if equal_offsets or shift_state in ("equal", "zero"):
+            _check_equal_offsets(biases[0], other, weights)
+    sums = [_sum_of_layers(layers, weights, shift_state) for layers in zip(*(bias.layers for bias in biases), strict=True)]
+    _check_held("combine: the sum", sums, biases)
+    return tuple(sums)
+
+
+def _sum_of_layers(layers: Sequence[Layer], weights: Sequence[float | int], shift_state: str) -> Layer:
+    terms = [(layer if w == 1 else layer.times(float(w))).parts for w, layer in zip(weights, layers, strict=True)]
+    last: Mapping[str, Tensor] = layers[-1 if shift_state == "last" else 0].last
+    if shift_state == "zero":
+        last = {name: torch.zeros_like(x) for name, x in last.items()}
+    return Layer(tuple(type(parts[0]).total(parts) for parts in zip(*terms, strict=True)), last)
+
+
+def _tokens_left(biases: Sequence[KVBias], weights: Sequence[float | int]) -> int | Tensor:
+    """Tokens added minus tokens subtracted, so that exchanging a head of one prompt for that of another keeps their number.
+
+    A factor does not change how many tokens a bias stands for, whatever its sign.
+    """
+    if len(biases) == 1:
+        return biases[0].n_prompt_tokens
+    left = sum(((w > 0) - (w < 0)) * b.n_prompt_tokens for w, b in zip(weights, biases, strict=True))
+    return left.clamp(min=0) if isinstance(left, Tensor) else max(left, 0)
+
+
+def _sum_in_words(biases: Sequence[KVBias], weights: Sequence[float | int]) -> str:
+    """The step of a record of a sum."""
+    kinds = (f"{w:.3g} times {'an exact bias' if b.fit is None else 'one'}" for w, b in zip(weights, biases, strict=True))
+    return f"summed: {', '.join(kinds)}" if len(biases) < 5 else f"sum of {len(biases)}"
+
+
+def _check_held(what: str, new: Sequence[Layer], biases: Sequence[KVBias]) -> None:
+    """Raise KVLensError for numbers of sums that became infinite."""
+    if all_finite(x for layer in new for part in layer.parts for x in (part.b_kv, part.b_d) if x is not None):
+        return
+    for i, layer in enumerate(new):
+        for name, x in layer.tensors().items():
+            if not _finite(x) and all(_finite(bias.layers[i].tensors()[name]) for bias in biases):
+                dtype = str(x.dtype).removeprefix("torch.")
+                raise KVLensError(f"{what} has numbers in {name} of layer {i} that overflow {dtype}: use smaller factors")
+
+
+def _finite(x: Tensor) -> bool:
+    return bool(x.isfinite().all())
+
+
+def _check_same_kind(first: KVBias, other: KVBias) -> None:
+    other.fingerprint.check(first.fingerprint, "combine", whose="the first bias")
+    for name, what_to_do in (
+        ("dtype", "bias.to(dtype) converts"),
+        ("kind", "convert both prompts with the same method"),
+        ("batch_size", "select_prompt and repeat make them equal"),
+    ):
+        a, b = getattr(first, name), getattr(other, name)
+        if a != b:
+            raise KVLensError(f"combine: {name} differs: {a} and {b}; {what_to_do}")
+    if not all(map(_same_features, first.attention, other.attention)):
+        raise KVLensError(f"combine: the {first.kind} features differ (another seed or number): use the same for both")
+
+
+def _same_features(a: State, b: State) -> bool:
+    if isinstance(a, Keys) or not (isinstance(a, Features) and isinstance(b, Features)):
+        return True
+    return same_features(a.features, b.features)
+
+
+def _check_equal_boundaries(first: KVBias, other: KVBias) -> None:
+    for a, b in zip(first.layers, other.layers, strict=True):
+        for name, rows in a.last.items():
+            if not torch.equal(rows, b.last[name]):
+                what = "conv, the convolution's inputs, differs" if name == "conv" else f"the shift states differ (last_{name})"
+                raise KVLensError(f"combine: {what}; shift_state='last' takes the last bias's, as a + b does")
+
+
+def _check_equal_offsets(first: KVBias, other: KVBias, weights: Sequence[float | int]) -> None:
+    if first.starts_where(other):
+        return
+    differ = (
+        f"the position offsets differ ({first.position_offset} and {other.position_offset}), so the text would start at "
+        "different positions"
+    )
+    do = (
+        f"adding KV biases: {differ}; kvlens.combine(a, b, shift_state='last') uses the last one's offset. To read one prompt "
+        "after another, use convert_prompt(model, b, initial=bias_of_a)"
+    )
+    if list(weights) == [1.0, -1.0]:
+        do = (
+            f"subtracting KV biases: {differ}; kvlens.combine(a, b, weights=[1, -1], shift_state='first') subtracts b and uses "
+            "a's offset. Convert prompts of equal length where a - b is to be read"
+        )
+    raise KVLensError(do)

@@ -125,15 +125,16 @@ def layers_of(f: Fingerprint, kind: str | None, numbers: Sequence[int], tensors:
 
     def of(name: str, i: int, *sizes: int) -> Tensor:
         x = tensors[name][i][None] if single else tensors[name][i]
-        cut: tuple[Any, ...] = (..., *map(slice, sizes))
-        return x[cut] if sizes else x
+        for axis, n in enumerate(sizes, x.dim() - len(sizes)):
+            x = x.narrow(axis, 0, n)
+        return x
 
     by_query_head = tensors["b_KV"].shape[-3] == f.n_heads
     for i, layer in enumerate(f.attention_layers):
         n_heads, n_kv_heads, d_head, d_phi = f.heads[layer]
         heads = n_heads if kind is None or by_query_head else n_kv_heads
         r = d_phi if kind is None else tensors["b_KV"].shape[-2]
-        part: Any = State(of("b_KV", i, heads, r, d_head), of("b_D", i, heads, r))
+        part = State(of("b_KV", i, heads, r, d_head), of("b_D", i, heads, r))
         if kind is not None:
             d_key = f.d_key or d_head
             own = {name: x[i] for name, x in below("features.", tensors).items()}
@@ -198,7 +199,7 @@ def read_bias_file(path: str | Path, kind: Callable[..., B]) -> B:
         raise KVLensError(f"KVBias.load: {path} is incomplete or damaged ({type(error).__name__}: {error})") from error
 
 
-def _fields(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> dict[str, Any]:
+def _fields(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> dict[str, object]:
     known_names = {*COUNTS, *TENSORS, "fingerprint", "features", "fit", "log_scale", "recurrent", "recurrent_layers"}
     unknown = sorted({*meta, *(name.split(".")[0] for name in tensors)} - known_names)
     if unknown:
@@ -217,21 +218,21 @@ def _fields(path: Path, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) 
     return {**known, "layers": layers_of(fingerprint, meta.get("features"), numbers, tensors)}
 
 
-def _recurrent(numbers: Any, tensors: Mapping[str, Tensor]) -> list[int]:
+def _recurrent(numbers: object, tensors: Mapping[str, Tensor]) -> list[int]:
     """The numbers of the recurrent layers.
 
     Raises:
         KVLensError: tensors are missing, or not of as many layers as there are numbers, or the numbers are none of layers.
     """
-    listed = isinstance(numbers, list) and all(isinstance(layer, int) for layer in numbers)
-    known = listed and set(tensors) == ({"b_KV", "conv"} if numbers else set())
-    known = known and all(len(x) == len(numbers) for x in tensors.values())
-    if not known or list(numbers) != sorted({*numbers}) or min(numbers, default=0) < 0:
+    listed = list(numbers) if isinstance(numbers, list) and all(isinstance(layer, int) for layer in numbers) else [-1]
+    known = listed == sorted({*listed}) and min(listed, default=0) >= 0
+    known = known and set(tensors) == ({"b_KV", "conv"} if listed else set())
+    if not known or any(len(x) != len(listed) for x in tensors.values()):
         raise KVLensError(
             "KVBias.load: recurrent layers are a list of numbers, ascending, and hold b_KV, conv; the file has "
             f"{brief(numbers)} and {', '.join(sorted(tensors))}"
         )
-    return list(numbers)
+    return listed
 
 
 def as_numbers(value: int | Tensor) -> int | list[int]:
