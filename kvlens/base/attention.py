@@ -11,7 +11,7 @@ sec. 3.1 to 3.4). Rounding matters: each form is computed in the order and the p
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -24,13 +24,13 @@ from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import get_offset_position_ids
 from transformer_lens.utilities.activation_functions import apply_softcap
 
-from kvlens.base.config import NORM_OVER_ALL_HEADS
+from kvlens.base.config import NORM_OVER_ALL_HEADS, HookedTransformerConfig
 from kvlens.base.layers import Norm
 from kvlens.errors import KVLensError
 
 
 def sin_cos(
-    cfg: Any, attn_type: str, n_ctx: int, base: float | int, dtype: torch.dtype
+    cfg: HookedTransformerConfig, attn_type: str, n_ctx: int, base: float | int, dtype: torch.dtype
 ) -> tuple[Float[Tensor, "n_ctx rotary_dim"], Float[Tensor, "n_ctx rotary_dim"]]:
     """sin and cos of positions 0 .. n_ctx - 1.
 
@@ -42,14 +42,14 @@ def sin_cos(
         dtype: of the result; computed in float32, or in float64 for float64.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    is_local = attn_type == "local"
+    is_local, dim = attn_type == "local", cfg.rotary_dim or cfg.d_head
     yarn = cfg.use_yarn_rope and not (cfg.yarn_global_attn_only and is_local)
     if cfg.use_NTK_by_parts_rope:
-        wavelengths = 1 / _by_parts(cfg, base)
+        wavelengths = 1 / _by_parts(cfg, dim, base)
     elif yarn:
-        wavelengths = 1 / _yarn(cfg, base, wide)
+        wavelengths = 1 / _yarn(cfg, dim, base, wide)
     else:
-        wavelengths = base ** (torch.arange(cfg.rotary_dim // 2, dtype=wide) / (cfg.rotary_dim / 2))
+        wavelengths = base ** (torch.arange(dim // 2, dtype=wide) / (dim / 2))
         if cfg.rotary_scaling_factor != 1.0 and not is_local:
             wavelengths = wavelengths * cfg.rotary_scaling_factor
     wavelengths = wavelengths.repeat_interleave(2) if cfg.rotary_adjacent_pairs else wavelengths.repeat(2)
@@ -60,9 +60,9 @@ def sin_cos(
     return sin, cos
 
 
-def _by_parts(cfg: Any, base: float | int) -> Float[Tensor, " pairs"]:
+def _by_parts(cfg: HookedTransformerConfig, dim: int, base: float | int) -> Float[Tensor, " pairs"]:
     """Llama 3.1's frequencies: long waves divided by the factor, short ones kept, those between interpolated."""
-    frequencies = 1.0 / base ** (torch.arange(0, cfg.rotary_dim, 2).float() / cfg.rotary_dim)
+    frequencies = 1.0 / base ** (torch.arange(0, dim, 2).float() / dim)
     factor, low, high = cfg.NTK_by_parts_factor, cfg.NTK_by_parts_low_freq_factor, cfg.NTK_by_parts_high_freq_factor
     trained = cfg.NTK_original_ctx_len
     lengths = 2 * math.pi / frequencies
@@ -72,9 +72,9 @@ def _by_parts(cfg: Any, base: float | int) -> Float[Tensor, " pairs"]:
     return torch.where(is_long, frequencies / factor, torch.where(is_short, frequencies, between))
 
 
-def _yarn(cfg: Any, base: float | int, wide: torch.dtype) -> Float[Tensor, " pairs"]:
+def _yarn(cfg: HookedTransformerConfig, dim: int, base: float | int, wide: torch.dtype) -> Float[Tensor, " pairs"]:
     """YaRN's frequencies: pairs that turn more than ``beta_fast`` times in training are kept, others divided."""
-    dim, trained = cfg.rotary_dim, cfg.yarn_original_max_position_embeddings
+    trained = cfg.yarn_original_max_position_embeddings
     frequencies = 1.0 / base ** (torch.arange(0, dim, 2, dtype=wide) / dim)
 
     def pair_of(turns: float) -> float:
@@ -114,7 +114,7 @@ class Attention(nn.Module):
     rotary_sin: Tensor
     rotary_cos: Tensor
 
-    def __init__(self, cfg: Any, attn_type: str = "global", layer_id: int | None = None):
+    def __init__(self, cfg: HookedTransformerConfig, attn_type: str = "global", layer_id: int | None = None):
         super().__init__()
         if attn_type not in ("global", "local"):
             raise KVLensError(f"attn_types: expected 'global' or 'local' for each layer, got {attn_type!r}")
@@ -135,11 +135,12 @@ class Attention(nn.Module):
         elif cfg.positional_embedding_type == "rotary":
             self.hook_rot_k = HookPoint()
             self.hook_rot_q = HookPoint()
-            sin, cos = self.calculate_sin_cos_rotary(cfg.rotary_dim, min(cfg.n_ctx, ROTARY_ROWS), self.rotary_base, cfg.dtype)
+            dim = cfg.rotary_dim or cfg.d_head
+            sin, cos = self.calculate_sin_cos_rotary(dim, min(cfg.n_ctx, ROTARY_ROWS), self.rotary_base, cfg.dtype)
             self.register_buffer("rotary_sin", sin)
             self.register_buffer("rotary_cos", cos)
 
-    def _add_weights(self, cfg: Any) -> None:
+    def _add_weights(self, cfg: HookedTransformerConfig) -> None:
         def weight(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*shape, dtype=cfg.dtype))
 
@@ -156,7 +157,7 @@ class Attention(nn.Module):
         for name in "KV":
             self.register_parameter(f"{self.stored}b_{name}", bias(n_kv, cfg.d_head))
 
-    def _add_norms(self, cfg: Any) -> None:
+    def _add_norms(self, cfg: HookedTransformerConfig) -> None:
         """Norms of queries and keys: of each head, or of all heads at once (OLMo 2 and 3, OLMoE)."""
         self.q_norm = self.k_norm = None
         if cfg.use_qk_norm:
@@ -165,7 +166,7 @@ class Attention(nn.Module):
             n_kv = cfg.n_key_value_heads or cfg.n_heads
             self.q_norm, self.k_norm = (Norm(cfg, "RMS", heads * cfg.d_head) for heads in (cfg.n_heads, n_kv))
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *args: object) -> None:
         """Tables and masks follow from the configuration: those of a state dict are left out if they have other sizes."""
         own = {prefix + name: buffer for name, buffer in self.named_buffers(recurse=False)}
         other = {n: b for n, b in own.items() if n in state_dict and state_dict[n].shape != b.shape}
@@ -276,7 +277,7 @@ class Attention(nn.Module):
         query = torch.arange(past_kv_pos_offset, n_keys, device=attn_scores.device)[:, None]
         key = torch.arange(n_keys, device=attn_scores.device)
         visible = key <= query
-        if self.attn_type == "local":
+        if self.attn_type == "local" and self.cfg.window_size is not None:
             visible = visible & (key > query - self.cfg.window_size)
         if attention_mask is not None:
             visible = visible & attention_mask[:, None, None].bool().to(attn_scores.device)
@@ -313,8 +314,8 @@ class Attention(nn.Module):
     @property
     def rotary_base(self) -> float | int:
         """The base of this layer's rotary angles: local layers may have their own."""
-        local = self.attn_type == "local" and self.cfg.rotary_base_local is not None
-        return self.cfg.rotary_base_local if local else self.cfg.rotary_base
+        local = self.cfg.rotary_base_local if self.attn_type == "local" else None
+        return self.cfg.rotary_base if local is None else local
 
     def calculate_sin_cos_rotary(
         self, rotary_dim: int, n_ctx: int, base: float | int = 10000, dtype: torch.dtype = torch.float32
@@ -359,9 +360,10 @@ class Attention(nn.Module):
             KVLensError: ``n`` exceeds ``n_ctx``.
         """
         cfg, rows, base, stretches = self.cfg, self.rotary_cos.shape[0], self.rotary_base, False
+        dim = cfg.rotary_dim or cfg.d_head
         if cfg.use_dynamic_ntk_rope and not self.training:
             stretch = _ntk_stretch(n, cfg.train_seq_length or cfg.n_ctx)
-            base *= stretch ** (cfg.rotary_dim / (cfg.rotary_dim - 2))
+            base *= stretch ** (dim / (dim - 2))
             stretches, self._ntk_stretch = stretch != self._ntk_stretch, stretch
         if n <= rows and not stretches:
             return
@@ -369,7 +371,7 @@ class Attention(nn.Module):
             raise KVLensError(f"position {n - 1} lies beyond n_ctx={cfg.n_ctx}, the size of this model's rotary tables")
         with torch.inference_mode(False), torch.no_grad():  # rows made during generation must be usable in training
             size = max(rows, n if stretches else min(cfg.n_ctx, max(n, 2 * rows)))
-            sin, cos = self.calculate_sin_cos_rotary(cfg.rotary_dim, size, base, self.rotary_cos.dtype)
+            sin, cos = self.calculate_sin_cos_rotary(dim, size, base, self.rotary_cos.dtype)
             self.rotary_sin, self.rotary_cos = sin.to(self.rotary_sin.device), cos.to(self.rotary_cos.device)
 
     def scaled_by_log_n(self, q: Float[Tensor, "batch pos head d_head"], past: int) -> Float[Tensor, "batch pos head d_head"]:

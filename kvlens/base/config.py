@@ -260,7 +260,7 @@ class HookedTransformerConfig:
             raise KVLensError(f"experts_per_token must lie in 1..{self.num_experts}, got {self.experts_per_token}")
 
     @classmethod
-    def unwrap(cls: type[C], config: C | dict[str, Any]) -> C:
+    def unwrap(cls: type[C], config: C | dict[str, object]) -> C:
         """``config`` itself, or made from a dict of fields."""
         return cls.from_dict(config) if isinstance(config, dict) else config
 
@@ -269,7 +269,7 @@ class HookedTransformerConfig:
         """A configuration from its fields by name."""
         return cls(**config_dict)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """All fields by name; those that TransformerLens does not have only where they are given."""
         unset = {f"{name}_by_layer" for name in HEAD_SIZES if getattr(self, f"{name}_by_layer") is None}
         return {name: value for name, value in self.__dict__.items() if name[0] != "_" and name not in unset}

@@ -5,7 +5,6 @@ experts; the ends lead from tokens to the residual stream, and from there to log
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -93,9 +92,9 @@ class _Dense(nn.Module):
     hook_mid: HookPoint
     ln: Norm
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: HookedTransformerConfig):
         super().__init__()
-        self.cfg, self.d_mlp = cfg, cfg.d_mlp
+        self.cfg, self.d_mlp = cfg, cfg.d_mlp or 4 * cfg.d_model
         self.act_fn = activation_of(cfg)
         self.normed = cfg.is_layer_norm_activation()
         if self.normed:
@@ -114,10 +113,10 @@ class _Dense(nn.Module):
 class MLP(_Dense):
     """act(x W_in + b_in) W_out + b_out."""
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: HookedTransformerConfig):
         super().__init__(cfg)
-        self.W_in, self.b_in = self.weight(cfg.d_model, cfg.d_mlp), self.bias(cfg.d_mlp)
-        self.W_out, self.b_out = self.weight(cfg.d_mlp, cfg.d_model), self.bias(cfg.d_model)
+        self.W_in, self.b_in = self.weight(cfg.d_model, self.d_mlp), self.bias(self.d_mlp)
+        self.W_out, self.b_out = self.weight(self.d_mlp, cfg.d_model), self.bias(cfg.d_model)
         self.hook_pre = HookPoint()
         self.hook_post = HookPoint()
 
@@ -132,11 +131,11 @@ class MLP(_Dense):
 class GatedMLP(_Dense):
     """(act(x W_gate) * (x W_in) + b_in) W_out + b_out; with a norm behind the activation, ln(act(x W_gate)) W_out + b_out."""
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: HookedTransformerConfig):
         super().__init__(cfg)
-        self.W_in, self.W_out = self.weight(cfg.d_model, cfg.d_mlp), self.weight(cfg.d_mlp, cfg.d_model)
-        self.W_gate = self.weight(cfg.d_model, cfg.d_mlp)
-        self.b_in, self.b_out = self.bias(cfg.d_mlp), self.bias(cfg.d_model)
+        self.W_in, self.W_out = self.weight(cfg.d_model, self.d_mlp), self.weight(self.d_mlp, cfg.d_model)
+        self.W_gate = self.weight(cfg.d_model, self.d_mlp)
+        self.b_in, self.b_out = self.bias(self.d_mlp), self.bias(cfg.d_model)
         self.hook_pre = HookPoint()
         self.hook_pre_linear = HookPoint()
         self.hook_post = HookPoint()
@@ -158,12 +157,13 @@ class Expert(nn.Module):
     W_out: nn.Linear
     W_gate: nn.Linear
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: HookedTransformerConfig):
         super().__init__()
         self.cfg, self.gpt_oss = cfg, cfg.original_architecture == GPT_OSS
         for name in ("W_gate", "W_in", "W_out") if self.gpt_oss else ("W_in", "W_out", "W_gate"):
-            sizes = (cfg.d_mlp, cfg.d_model) if name == "W_out" else (cfg.d_model, cfg.d_mlp)
-            setattr(self, name, nn.Linear(*sizes, bias=self.gpt_oss, dtype=cfg.dtype))
+            d_mlp = cfg.d_mlp or 4 * cfg.d_model
+            d_in, d_out = (d_mlp, cfg.d_model) if name == "W_out" else (cfg.d_model, d_mlp)
+            setattr(self, name, nn.Linear(d_in, d_out, bias=self.gpt_oss, dtype=cfg.dtype))
         self.hook_gate = HookPoint()
         self.hook_pre = HookPoint()
         self.hook_post = HookPoint()
@@ -185,11 +185,12 @@ class MoE(nn.Module):
     chosen ones.
     """
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: HookedTransformerConfig):
         super().__init__()
         self.cfg, self.gpt_oss = cfg, cfg.original_architecture == GPT_OSS
-        self.experts = nn.ModuleList(Expert(cfg) for _ in range(cfg.num_experts))
-        self.W_gate = nn.Linear(cfg.d_model, cfg.num_experts, bias=self.gpt_oss, dtype=cfg.dtype)
+        self.n_experts, self.n_chosen = cfg.num_experts or 1, cfg.experts_per_token or 1
+        self.experts = nn.ModuleList(Expert(cfg) for _ in range(self.n_experts))
+        self.W_gate = nn.Linear(cfg.d_model, self.n_experts, bias=self.gpt_oss, dtype=cfg.dtype)
         self.hook_expert_weights = HookPoint()
         self.hook_expert_indices = HookPoint()
 
@@ -200,7 +201,7 @@ class MoE(nn.Module):
         chosen = self.hook_expert_indices(chosen)
         weights = weights.to(x.dtype)
         result = torch.zeros_like(tokens)
-        where = nn.functional.one_hot(chosen, num_classes=self.cfg.num_experts).permute(2, 1, 0)
+        where = nn.functional.one_hot(chosen, num_classes=self.n_experts).permute(2, 1, 0)
         for number, expert in enumerate(self.experts):
             rank, token = torch.where(where[number])
             if self.gpt_oss and not len(token):
@@ -211,7 +212,7 @@ class MoE(nn.Module):
 
     def _routed(self, logits: Float[Tensor, "token expert"]) -> tuple[Tensor, Tensor]:
         """Weights and numbers of the chosen experts: [token, chosen] each; GPT-OSS' weights are [token, expert]."""
-        n = self.cfg.experts_per_token
+        n = self.n_chosen
         if self.gpt_oss:
             top, chosen = logits.topk(n, dim=-1)
             weights = torch.zeros_like(logits, dtype=torch.float32)

@@ -57,9 +57,8 @@ class TransformerBlock(nn.Module):
             setattr(self, name, nn.Identity() if kind is None else Norm(cfg, kind))
             if behind:  # those keep their weights: nothing follows that could absorb them
                 setattr(self, f"{name}_post", nn.Identity() if kind is None else Norm(cfg, kind.removesuffix("Pre")))
-        self.attn = self.build_attention(
-            cfg, cfg.attn_types[block_index] if cfg.use_local_attn and cfg.attn_types else "global", block_index
-        )
+        attn_type = cfg.attn_types[block_index] if cfg.use_local_attn and cfg.attn_types else "global"
+        self.attn = self.build_attention(attn_type, block_index)
         if not cfg.attn_only:
             self.mlp = MoE(cfg) if cfg.num_experts else GatedMLP(cfg) if cfg.gated_mlp else MLP(cfg)
         self.hook_attn_in = HookPoint()
@@ -70,10 +69,10 @@ class TransformerBlock(nn.Module):
             self.hook_resid_mid = HookPoint()
         self.hook_resid_post = HookPoint()
 
-    def build_attention(self, cfg: HookedTransformerConfig, attn_type: str, layer: int) -> Attention:
+    def build_attention(self, attn_type: str, layer: int) -> Attention:
         """The attention of this layer."""
-        kind = Attention if cfg.n_key_value_heads is None else GroupedQueryAttention
-        return kind(cfg, attn_type, layer)
+        kind = Attention if self.cfg.n_key_value_heads is None else GroupedQueryAttention
+        return kind(self.cfg, attn_type, layer)
 
     def forward(
         self,
@@ -185,7 +184,7 @@ class HookedTransformer(HasText, HasWeights):
 
     def __init__(
         self,
-        cfg: HookedTransformerConfig | dict[str, Any],
+        cfg: HookedTransformerConfig | dict[str, object],
         tokenizer: PreTrainedTokenizerBase | None = None,
         move_to_device: bool = True,
         default_padding_side: str | None = None,

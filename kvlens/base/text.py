@@ -43,7 +43,7 @@ class HasText(HookedRootModule):
     """A model with a tokenizer, or with None for one on token ids, that continues texts."""
 
     cfg: Any
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     W_U: Any
     embed: Any
     get_residual: Any
@@ -52,7 +52,7 @@ class HasText(HookedRootModule):
     def tokenizer_by_name(cfg: HookedTransformerConfig) -> PreTrainedTokenizerBase:
         """The tokenizer called ``cfg.tokenizer_name``; one that prepends a BOS, where the architecture's models had one."""
         name = str(cfg.tokenizer_name)
-        options: dict[str, Any] = {"trust_remote_code": False, "token": os.environ.get("HF_TOKEN") or None}
+        options = {"trust_remote_code": False, "token": os.environ.get("HF_TOKEN") or None}
         options["use_fast"] = "phi" not in name.lower()  # Phi's fast tokenizer cannot prepend a BOS
         options["add_bos_token"] = cfg.original_architecture not in (*KEEP_THEIR_BOS, "Qwen3ForCausalLM", "PhiForCausalLM")
         return AutoTokenizer.from_pretrained(name, **options)
@@ -139,7 +139,7 @@ class HasText(HookedRootModule):
         input: object,  # noqa: A002
         prepend_bos: bool | None = USE_DEFAULT_VALUE,
         padding_side: str | None = USE_DEFAULT_VALUE,
-    ) -> Any:
+    ) -> list:
         """The text of each token of a string, or of tokens [pos] or [1, pos]; a list of these for a list."""
         if isinstance(input, list):
             return [self.to_str_tokens(one, prepend_bos, padding_side) for one in input]
@@ -161,8 +161,8 @@ class HasText(HookedRootModule):
 
     def get_token_position(
         self,
-        single_token: Any,
-        input: Any,  # noqa: A002
+        single_token: str | int,
+        input: str | Tensor,  # noqa: A002
         mode: str = "first",
         prepend_bos: bool | None = USE_DEFAULT_VALUE,
         padding_side: str | None = USE_DEFAULT_VALUE,
@@ -181,7 +181,7 @@ class HasText(HookedRootModule):
             raise KVLensError(f"get_token_position: token {single_token!r} does not occur in the text")
         return int(positions[0 if mode == "first" else -1])
 
-    def tokens_to_residual_directions(self, tokens: Any) -> Float[Tensor, "*shape d_model"]:
+    def tokens_to_residual_directions(self, tokens: str | int | Tensor) -> Float[Tensor, "*shape d_model"]:
         """The columns of W_U of tokens, any shape of ids, or of one token given as a string or an int.
 
         Their products with the normalized stream are logits, if the final norm's weights are folded into W_U.
@@ -360,8 +360,7 @@ class HasText(HookedRootModule):
             mask = cache.append_attention_mask(mask)
         past = 0 if cache is None else cache[0].past_keys.shape[1]
         residual, positions = self.get_residual(new, past, attention_mask=mask)
-        options: dict[str, Any] = dict(shortformer_pos_embed=positions, attention_mask=mask, past_kv_cache=cache)
-        return self(residual, start_at_layer=0, **options)
+        return self(residual, start_at_layer=0, shortformer_pos_embed=positions, attention_mask=mask, past_kv_cache=cache)
 
     def stop_tokens(self, stop_at_eos: bool, eos_token_id: int | Sequence[int] | None) -> tuple[Tensor, int] | None:
         """The tokens that end a row, and the token that fills an ended row; None if nothing ends a row."""

@@ -17,7 +17,7 @@ from transformer_lens.utilities.architectures import POST_NORM_ARCHITECTURES
 from transformer_lens.weight_processing import ProcessWeights
 
 from kvlens.base.config import HookedTransformerConfig
-from kvlens.base.layers import FULL, Norm, final_norm
+from kvlens.base.layers import FULL, Embed, Norm, Unembed, final_norm
 from kvlens.errors import KVLensError
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def draw(name: str, weight: Tensor, mode: str, size: float, generator: torch.Gen
 def stacked(part: Literal["attn", "mlp"], name: str) -> Any:
     """A property: a weight of every layer, [layer, ...]."""
 
-    def get(model: Any) -> Tensor:
+    def get(model: "HasWeights") -> Tensor:
         return torch.stack([getattr(getattr(block, part), name) for block in model.blocks])
 
     return property(get, doc=f"``{name}`` of every layer's {part}, stacked.")
@@ -67,10 +67,10 @@ class HasWeights(HookedRootModule):
 
     cfg: HookedTransformerConfig
     blocks: Any
-    embed: Any
-    unembed: Any
+    embed: Embed
+    unembed: Unembed
     pos_embed: Any
-    ln_final: Any
+    ln_final: Norm
 
     W_Q, W_K, W_V, W_O = (stacked("attn", name) for name in ("W_Q", "W_K", "W_V", "W_O"))
     b_Q, b_K, b_V, b_O = (stacked("attn", name) for name in ("b_Q", "b_K", "b_V", "b_O"))
@@ -184,7 +184,7 @@ class HasWeights(HookedRootModule):
             refactor_factored_attn_matrices=refactor_factored_attn_matrices,
         )
 
-    def take_state_dict(self, weights: dict[str, Tensor], **steps: Any) -> None:
+    def take_state_dict(self, weights: dict[str, Tensor], **steps: bool | None) -> None:
         """:meth:`load_and_process_state_dict` of weights that nobody else needs: the dict is emptied, layer by layer.
 
         What has been read is freed before the next layer is processed, so that two copies of a layer are in memory, not two of
@@ -197,13 +197,14 @@ class HasWeights(HookedRootModule):
             raise KVLensError(f"fold_value_biases: {GROUPS_DIFFER}. Pass fold_value_biases=False.")
         filled = self.fill_missing_keys(weights)
         weights.clear()
-        steps["fold_ln"] = steps["fold_ln"] and self.has_norms_to_fold(filled)
-        if steps["fold_ln"]:
+        chosen = {name: bool(step) for name, step in steps.items()}
+        chosen["fold_ln"] = chosen["fold_ln"] and self.has_norms_to_fold(filled)
+        if chosen["fold_ln"]:
             self.forget_norm_weights()
         for names, process in pieces(self.cfg, filled):
             piece = {name: filled.pop(name) for name in names}
             given = {weight.untyped_storage().data_ptr() for weight in piece.values()}
-            take_weights(self, process(piece, steps) if any(steps.values()) else piece, given)
+            take_weights(self, process(piece, chosen) if any(chosen.values()) else piece, given)
 
     def has_norms_to_fold(self, state_dict: Mapping[str, Tensor]) -> bool:
         """Whether these weights hold norms; if not, and if folding loses precision, this is logged."""
@@ -260,23 +261,25 @@ class HasWeights(HookedRootModule):
             refactor_factored_attn_matrices=refactor_factored_attn_matrices,
         )
 
-    def fold_layer_norm(self, state_dict: dict[str, Tensor], fold_biases: bool = True, center_weights: bool = True) -> Any:
+    def fold_layer_norm(
+        self, state_dict: dict[str, Tensor], fold_biases: bool = True, center_weights: bool = True
+    ) -> dict[str, Tensor]:
         """See :meth:`load_and_process_state_dict`."""
         return ProcessWeights.fold_layer_norm(state_dict, self.cfg, fold_biases, center_weights)
 
-    def center_writing_weights(self, state_dict: dict[str, Tensor]) -> Any:
+    def center_writing_weights(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """See :meth:`load_and_process_state_dict`."""
         return ProcessWeights.center_writing_weights(state_dict, self.cfg)
 
-    def center_unembed(self, state_dict: dict[str, Tensor]) -> Any:
+    def center_unembed(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """See :meth:`load_and_process_state_dict`."""
         return ProcessWeights.center_unembed(state_dict)
 
-    def fold_value_biases(self, state_dict: dict[str, Tensor]) -> Any:
+    def fold_value_biases(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """See :meth:`load_and_process_state_dict`."""
         return ProcessWeights.fold_value_biases(state_dict, self.cfg)
 
-    def refactor_factored_attn_matrices(self, state_dict: dict[str, Tensor]) -> Any:
+    def refactor_factored_attn_matrices(self, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         """See :meth:`load_and_process_state_dict`."""
         return ProcessWeights.refactor_factored_attn_matrices(state_dict, self.cfg)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformer_lens.hook_points import HookPoint
 
 from kvlens.base import Attention, GroupedQueryAttention
+from kvlens.components.config import AttentionConfig, KVShiftConfig
 from kvlens.components.decode_cache import ShiftState
 from kvlens.components.heads import (
     KVLENS_HOOKS,
@@ -33,7 +34,7 @@ from kvlens.components.layer_bias import LayerBias, Normalizers, check_batch
 from kvlens.components.linear_attention import LinearHeads
 from kvlens.components.softmax_attention import SoftmaxHeads
 from kvlens.ops.kv_shift import coefficients_from_parameter, initial_shift_parameter, kv_shift
-from kvlens.ops.rotary import rotate
+from kvlens.ops.rotary import RotaryTable, rotate
 from kvlens.ops.softmax_features import ScoreRule
 
 NO_COPY_ROWS = 128
@@ -43,7 +44,7 @@ HEADS: dict[str, type[Heads]] = {"linear": LinearHeads, "softmax": SoftmaxHeads}
 """The kinds of attention, by their names in ``cfg.attention``."""
 
 
-def shifted_heads(cfg: Any) -> dict[str, int]:
+def shifted_heads(cfg: AttentionConfig) -> dict[str, int]:
     """The projections among "k", "v", "q" that are shifted, each with its number of heads."""
     shift = cfg.kv_shift
     if shift is None:
@@ -55,31 +56,32 @@ def shifted_heads(cfg: Any) -> dict[str, int]:
 class KVAttention(Attention):
     """One key-value head per query head."""
 
-    cfg: Any
+    cfg: AttentionConfig
     layer_bias: LayerBias | None = None
     """The attached bias of this layer; set by ``HookedKVTransformer.attach_kv_bias``."""
     hook_k_augmented: HookPoint
     hook_v_augmented: HookPoint
     hook_z_context: HookPoint
     hook_z_bias: HookPoint
-    rotary_table: Any
+    rotary_table: RotaryTable
     decay: Tensor | None
     normalizers: Normalizers | None = None
     """Counts the normalizers below 0 under the attached bias; set with it."""
     observer: Callable[[Tensor, Tensor, Tensor], None] | None = None
     """Called with the queries and all keys and values so far, as softmax scores them; set while a prompt is converted."""
 
-    def __init__(self, cfg: Any, attn_type: str = "global", layer_id: int | None = None):
+    def __init__(self, cfg: AttentionConfig, attn_type: str = "global", layer_id: int | None = None):
         super().__init__(cfg, attn_type, layer_id)
         for name in KVLENS_HOOKS:
             setattr(self, name, HookPoint())
         self.shifted = shifted_heads(cfg)
+        window = 0 if cfg.kv_shift is None else cfg.kv_shift.window
         for x, n_heads in self.shifted.items():
-            setattr(self, f"{x}_shift_coef", nn.Parameter(torch.zeros(n_heads, cfg.kv_shift.window + 1, dtype=cfg.dtype)))
+            setattr(self, f"{x}_shift_coef", nn.Parameter(torch.zeros(n_heads, window + 1, dtype=cfg.dtype)))
         self.variant = cfg.attention_variant
         mlps = None if self.variant is None else self.variant.augmented
-        self.augment_k = Augmentation(cfg) if mlps is not None and mlps.keys else None
-        self.augment_v = Augmentation(cfg) if mlps is not None and mlps.values else None
+        self.augment_k = Augmentation(cfg, mlps) if mlps is not None and mlps.keys else None
+        self.augment_v = Augmentation(cfg, mlps) if mlps is not None and mlps.values else None
         HEADS[cfg.attention].add_parameters(self, cfg)
 
     @torch.no_grad()
@@ -87,9 +89,10 @@ class KVAttention(Attention):
         """Initialize what kvlens adds: shift coefficients, drawn independently for keys, values and queries (KVSA sec. 2.2),
         augmented keys and values, and the parameters of the heads."""
         shift = self.cfg.kv_shift
-        for x, n_heads in self.shifted.items():
-            initial = initial_shift_parameter(n_heads, shift.window, shift.parametrization, shift.init, generator)
-            getattr(self, f"{x}_shift_coef").copy_(initial)
+        if shift is not None:
+            for x, n_heads in self.shifted.items():
+                initial = initial_shift_parameter(n_heads, shift.window, shift.parametrization, shift.init, generator)
+                getattr(self, f"{x}_shift_coef").copy_(initial)
         for mlp in (self.augment_k, self.augment_v):
             if mlp is not None:
                 mlp.init_weights(generator)
@@ -112,8 +115,9 @@ class KVAttention(Attention):
         mask = None if attention_mask is None else attention_mask[:, -q.shape[1] :].bool().to(q.device)
         mask = None if mask is None or bool(mask.all()) else mask
         shift_state: ShiftState = {}
-        if self.cfg.kv_shift is not None:
-            shifted, shift_state = self._shifted({"q": q, "k": k, "v": v}, getattr(entry, "shift_state", {}), mask)
+        shift = self.cfg.kv_shift
+        if shift is not None:
+            shifted, shift_state = self._shifted(shift, {"q": q, "k": k, "v": v}, getattr(entry, "shift_state", {}), mask)
             q, k, v = shifted["q"], shifted["k"], shifted["v"]
         if self.augment_k is not None:
             k = self.hook_k_augmented(self.augment_k(k, key_input))
@@ -129,7 +133,7 @@ class KVAttention(Attention):
         return self.output(self.hook_z(z.to(self.W_O.dtype)))
 
     def _shifted(
-        self, projections: dict[str, Tensor], state: ShiftState, mask: Tensor | None
+        self, shift: KVShiftConfig, projections: dict[str, Tensor], state: ShiftState, mask: Tensor | None
     ) -> tuple[dict[str, Tensor], ShiftState]:
         """The raw q, k, v, each [batch, pos, head, d_head], with those that are shifted replaced (KVSA eq. 4-6), and the new
         shift state.
@@ -145,7 +149,7 @@ class KVAttention(Attention):
                 before = through(getattr(self, f"hook_last_{x}"), before)
             if before is not None and before.shape[2] != raw.shape[2]:  # ungrouped, as below
                 before = before.repeat_interleave(raw.shape[2] // before.shape[2], dim=2)
-            coef = coefficients_from_parameter(getattr(self, f"{x}_shift_coef"), self.cfg.kv_shift.parametrization)
+            coef = coefficients_from_parameter(getattr(self, f"{x}_shift_coef"), shift.parametrization)
             coef = through(getattr(self, f"hook_{x}_shift_coef"), coef)
             if raw.shape[2] != coef.shape[0]:  # ungroup_grouped_query_attention
                 coef = coef.repeat_interleave(raw.shape[2] // coef.shape[0], dim=0)

@@ -8,7 +8,7 @@ They can be combined, except that ridge replaces the gradient step that regulari
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from kvlens.checks import Count, Finite, Within, checked, from_fields
 from kvlens.errors import KVLensError
@@ -89,10 +89,10 @@ class Ridge:
 class _GivenVariants:
     """The variants as passed by the user: dicts are converted to the settings classes."""
 
-    regularised: Regularised | Mapping[str, Any] | None = None
-    augmented: Augmented | Mapping[str, Any] | None = None
-    negative: Negative | Mapping[str, Any] | None = None
-    ridge: Ridge | Mapping[str, Any] | None = None
+    regularised: Regularised | Mapping[str, object] | None = None
+    augmented: Augmented | Mapping[str, object] | None = None
+    negative: Negative | Mapping[str, object] | None = None
+    ridge: Ridge | Mapping[str, object] | None = None
 
     def __post_init__(self):
         kinds: dict[str, type] = dict(regularised=Regularised, augmented=Augmented, negative=Negative, ridge=Ridge)
@@ -134,6 +134,6 @@ class AttentionVariantConfig(_GivenVariants):
             return "ridge attention also needs sum phi(k) phi(k)^T of the prompt, which b_KV and b_D do not hold"
         return None
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """The variants that are set, as dicts of their fields."""
         return {name: value for name, value in asdict(self).items() if value is not None}

@@ -7,14 +7,13 @@ do as the base's.
 Absolute positions follow an attached prompt: the text after a converted prompt of M tokens starts at position M.
 """
 
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
-from kvlens.base import PosEmbed, TransformerBlock
+from kvlens.base import HookedTransformerConfig, PosEmbed, TransformerBlock
 from kvlens.components.attention import GroupedQueryKVAttention, KVAttention
+from kvlens.components.config import AttentionConfig
 from kvlens.components.heads import all_take_positions, counted_by, given_places, is_hooked
 from kvlens.errors import KVLensError
 
@@ -22,11 +21,13 @@ from kvlens.errors import KVLensError
 class KVBlock(TransformerBlock):
     """A transformer block with kvlens' attention, which normalizes its input once."""
 
+    cfg: AttentionConfig
     attn: KVAttention
 
-    def build_attention(self, cfg: Any, attn_type: str, layer: int) -> KVAttention:
+    def build_attention(self, attn_type: str, layer: int) -> KVAttention:
         """The attention of layer ``layer``."""
-        return (KVAttention if cfg.n_key_value_heads is None else GroupedQueryKVAttention)(cfg, attn_type, layer)
+        kind = KVAttention if self.cfg.n_key_value_heads is None else GroupedQueryKVAttention
+        return kind(self.cfg, attn_type, layer)
 
     def attention_inputs(self, resid_pre: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """As in the base; the usual stream is normalized once, not for queries, keys and values each."""
@@ -46,7 +47,7 @@ class KVBlock(TransformerBlock):
 class _Offset(nn.Module):
     """Positions of the new tokens; ``position_offset`` is set when a bias is attached (an int, or one per row)."""
 
-    cfg: Any
+    cfg: HookedTransformerConfig
     W_pos: nn.Parameter
     position_offset: int | Tensor = 0
 

@@ -68,12 +68,13 @@ assert (continued - expected).norm() < 1e-11 * expected.norm()
 ```
 """
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from kvlens.components.config import AttentionConfig
 from kvlens.ops import feature_maps as ops
 from kvlens.ops.feature_maps import draw_projections
 
@@ -98,17 +99,17 @@ class FeatureMap(nn.Module):
     rotary_placement: ClassVar[Literal["before", "after"]] = "before"
     needs_float64: ClassVar[bool] = False
 
-    def __init__(self, cfg: Any, attn_scale: float):
+    def __init__(self, cfg: AttentionConfig, attn_scale: float):
         super().__init__()
         self.attn_scale = float(attn_scale)
 
     @classmethod
-    def d_phi(cls, cfg: Any) -> int:
+    def d_phi(cls, cfg: AttentionConfig) -> int:
         """Features per head of a model with this configuration."""
         return cfg.d_head
 
     @classmethod
-    def check(cls, cfg: Any) -> None:
+    def check(cls, cfg: AttentionConfig) -> None:
         """Raise KVLensError for a configuration that this map does not support. Called after all other checks."""
 
     @torch.no_grad()
@@ -178,13 +179,13 @@ class FavorPlus(FeatureMap):
     needs_float64 = True
     projection: Tensor
 
-    def __init__(self, cfg: Any, attn_scale: float):
+    def __init__(self, cfg: AttentionConfig, attn_scale: float):
         super().__init__(cfg, attn_scale)
         self.draw = cfg.random_feature_kind
-        self.register_buffer("projection", torch.zeros(cfg.n_kv_heads, cfg.d_phi, cfg.d_head))
+        self.register_buffer("projection", torch.zeros(cfg.n_kv_heads, self.d_phi(cfg), cfg.d_head))
 
     @classmethod
-    def d_phi(cls, cfg: Any) -> int:
+    def d_phi(cls, cfg: AttentionConfig) -> int:
         """m."""
         return cfg.n_random_features or 2 * cfg.d_head
 
@@ -209,7 +210,7 @@ class Taylor(FeatureMap):
     positive = False
 
     @classmethod
-    def d_phi(cls, cfg: Any) -> int:
+    def d_phi(cls, cfg: AttentionConfig) -> int:
         """1 + d + d^2."""
         return 1 + cfg.d_head + cfg.d_head**2
 
@@ -228,12 +229,12 @@ class Hedgehog(FeatureMap):
     positive = True
     needs_float64 = True
 
-    def __init__(self, cfg: Any, attn_scale: float):
+    def __init__(self, cfg: AttentionConfig, attn_scale: float):
         super().__init__(cfg, attn_scale)
         self.hedgehog_weight = nn.Parameter(torch.zeros(cfg.n_kv_heads, cfg.d_head, cfg.d_head, dtype=cfg.dtype))
 
     @classmethod
-    def d_phi(cls, cfg: Any) -> int:
+    def d_phi(cls, cfg: AttentionConfig) -> int:
         """2 d."""
         return 2 * cfg.d_head
 

@@ -34,6 +34,8 @@ from torch.nn import functional as F
 from transformer_lens.hook_points import HookPoint
 
 from kvlens.base.layers import is_hooked
+from kvlens.components.attention_variant import Augmented
+from kvlens.components.config import AttentionConfig
 from kvlens.ops.attention_variants import augment, lowest_scored, mean_of_negatives
 
 KVLENS_HOOKS = (
@@ -147,7 +149,7 @@ class Heads:
         self.attn, self.cfg, self.tokens, self.entry = attn, attn.cfg, tokens, entry
 
     @classmethod
-    def add_parameters(cls, attn: Any, cfg: Any) -> None:
+    def add_parameters(cls, attn: Any, cfg: AttentionConfig) -> None:
         """Add the parameters that this kind needs and TransformerLens lacks. Called once, when the model is built."""
 
     @classmethod
@@ -165,9 +167,9 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.
 class Augmentation(nn.Module):
     """For keys or values: one MLP per key-value head (DUAL eq. 14), or c times one beside the projection (app. E.5)."""
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: AttentionConfig, settings: Augmented):
         super().__init__()
-        self.settings = settings = cfg.attention_variant.augmented
+        self.settings = settings
         n, beside = cfg.n_kv_heads, settings.parallel is not None
         inner = settings.width or 2 * cfg.d_head * (n if beside else 1)
         widths = [cfg.d_model if beside else cfg.d_head, *[inner] * (settings.depth - 1), cfg.d_head]

@@ -30,10 +30,10 @@ class Remembered(Generic[Computed]):
 
     def __init__(self) -> None:
         self._tensors: tuple[Tensor, ...] = ()
-        self._then: Any = None
+        self._then: tuple[object, bool, list[int]] | None = None
         self._made: Any = None
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type, tuple[()]]:
         return Remembered, ()
 
     def of(self, make: Callable[[], Computed], *tensors: Tensor, under: object = None) -> Computed:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kvlens.components.config import AttentionConfig
 from kvlens.components.decode_cache import LinearCacheEntry, SeenTokens
 from kvlens.components.feature_maps import FEATURE_MAPS
 from kvlens.components.heads import HeadOutputs, Heads, NewTokens, is_hooked, read_values, through
@@ -62,6 +63,12 @@ class TokenFeatures(NamedTuple):
         return self._replace(phi_k=without_padding(self.phi_k, mask), v=without_padding(self.v, mask), norm_k=norm_k)
 
 
+def accumulates_in(cfg: AttentionConfig) -> torch.dtype:
+    """The dtype of linear attention: ``accumulation_dtype``, or wider if the model or its feature map needs it."""
+    least = "float64" if FEATURE_MAPS[cfg.feature_map].needs_float64 else cfg.accumulation_dtype
+    return torch.promote_types(cfg.dtype, getattr(torch, least))
+
+
 class LinearHeads(Heads):
     """The heads of one layer with linear attention, for one forward pass."""
 
@@ -75,12 +82,12 @@ class LinearHeads(Heads):
         self.updates = entry is not None and not entry.frozen
 
     @classmethod
-    def add_parameters(cls, attn: Any, cfg: Any) -> None:
+    def add_parameters(cls, attn: Any, cfg: AttentionConfig) -> None:
         """Add the feature map, decay, trained bias and rotary table."""
         attn.feature_map = FEATURE_MAPS[cfg.feature_map](cfg, attn.attn_scale)
         attn.decay = cfg.decay_per_head()
         if cfg.trainable_kv_bias:
-            shape = (cfg.n_heads, cfg.d_phi, cfg.d_head)
+            shape = (cfg.n_heads, FEATURE_MAPS[cfg.feature_map].d_phi(cfg), cfg.d_head)
             attn.b_KV = nn.Parameter(torch.zeros(shape, dtype=cfg.dtype))
             attn.b_D = nn.Parameter(torch.zeros(shape[:2], dtype=cfg.dtype), requires_grad=cfg.normalizer == "kernel")
         if cfg.positional_embedding_type == "rotary":
@@ -103,7 +110,7 @@ class LinearHeads(Heads):
         tokens, entry, mask = self.tokens, self.entry, self.mask
         if tokens.score_bias is not None:
             raise KVLensError("linear attention has no softmax scores to add a mask or position bias to")
-        accumulate = torch.promote_types(tokens.q.dtype, self.cfg.accumulates_in)
+        accumulate = torch.promote_types(tokens.q.dtype, accumulates_in(self.cfg))
         device = tokens.q.device.type  # of an autocast that would round the products below to its own dtype
         with torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext():
             features = self._features(*(x.to(accumulate) for x in (tokens.q, tokens.k, tokens.v)))

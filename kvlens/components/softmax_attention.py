@@ -202,7 +202,7 @@ class SoftmaxHeads(Heads):
         whole = given_places() is None and (mask is None or bool(mask.all()))
         if whole and isinstance(offset, int):
             last = first + offset + x.shape[1]
-            rows: Any = slice(first + offset, last)
+            rows: slice | Tensor = slice(first + offset, last)
         else:
             rows = self._positions(x, first) + (offset[:, None].to(x.device) if isinstance(offset, Tensor) else offset)
             last = int(rows.max()) + 1

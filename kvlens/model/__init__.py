@@ -21,6 +21,7 @@ True
 Face model; a folder in the format of Baichuan-M1-14B, the public model with KV shift, loads without running the code in it.
 """
 
+from kvlens.components.attention_variant import AttentionVariantConfig, Augmented, Negative, Regularised, Ridge
 from kvlens.model.activations import (
     HeadsRead,
     StreamReading,
@@ -37,7 +38,6 @@ from kvlens.model.activations import (
     recurrent_layers,
     visit_heads,
 )
-from kvlens.model.attention_variant import AttentionVariantConfig, Augmented, Negative, Regularised, Ridge
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.protocol import Block, Ends, HeadMatrices, KVModel, LinearNorm, Norms, Part
 from kvlens.model.regressor import HookedKVRegressor

@@ -285,7 +285,7 @@ def _visit(
 def _watch(stack: ExitStack, seen: dict[str, Tensor], name: str, module: nn.Module, form: Form = None) -> None:
     """Inside, what comes out of a module is put into ``seen``."""
 
-    def see(module: nn.Module, args: object, x: Any) -> None:
+    def see(module: nn.Module, args: object, x: Tensor | tuple[Tensor, ...]) -> None:
         x = x[0] if isinstance(x, tuple) else x
         seen[name] = (x if form is None else form(x)).detach()
 

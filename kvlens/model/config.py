@@ -7,20 +7,18 @@ import functools
 import math
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import Annotated, Any, Literal
-
-import torch
 
 from kvlens.arguments import check_device
 from kvlens.base import HookedTransformerConfig
 from kvlens.base.config import NORM_OVER_ALL_HEADS
 from kvlens.checks import INT_MAX, Within, checked, ensure, from_fields, one_of
 from kvlens.components import FEATURE_MAPS
+from kvlens.components.attention_variant import AttentionVariantConfig
+from kvlens.components.config import AttentionConfig, KVShiftConfig
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, check_known
-from kvlens.model.attention_variant import AttentionVariantConfig
-from kvlens.ops.linear_attention import retnet_decay
 
 SIZE, POSITIVE = Annotated[int, Within(1, 2**31 - 1)], Annotated[float, Within(above=0)]
 RANGES: dict[str, object] = {
@@ -76,63 +74,12 @@ NAMES: dict[str, Collection[str]] = {
     "normalizer": NORMALIZERS,
     "linear_attention_form": LINEAR_ATTENTION_FORMS,
     "accumulation_dtype": ("float32", "float64"),
-    "random_feature_kind": ("orthogonal", "iid"),
 }
 """Fields with a fixed set of values."""
 
 
 @checked
-@dataclass(frozen=True)
-class KVShiftConfig:
-    """Which projections are mixed with their predecessors, over which window, and how (KVSA eq. 4-6, sec. 4.6-4.7, app. J).
-
-    Args:
-        window: number of predecessors; 1 in the paper's main text.
-        keys, values, queries: which projections are shifted.
-        parametrization: ``free``, ``gate`` (softmax over the window's logits) or ``clamp`` (to [0, 1] in the forward pass).
-        init: ``uniform`` (KVSA) or ``identity`` (1, 0, ...), for a shift grafted onto a trained model.
-    """
-
-    window: Annotated[int, Within(1, 2**16)] = 1
-    keys: bool = True
-    values: bool = True
-    queries: bool = False
-    parametrization: Literal["free", "gate", "clamp"] = "free"
-    init: Literal["uniform", "identity"] = "uniform"
-
-    def __post_init__(self):
-        if self.parametrization == "gate" and self.init == "identity":
-            raise KVLensError(
-                "KVShiftConfig: a gate (softmax) cannot be exactly (1, 0, ...); use parametrization='free' or 'clamp' "
-                "with init='identity', or init='uniform' with the gate"
-            )
-
-
-@dataclass
-class _Given(HookedTransformerConfig):
-    """The fields as passed by the user: a dict for a configuration, a name for a dtype."""
-
-    dtype: torch.dtype | str = torch.float32  # type: ignore[assignment]
-    attention: str = "softmax"
-    feature_map: str = "elu_plus_one"
-    normalizer: str = "kernel"
-    rotary_placement: str | None = None
-    decay: str | Sequence[float] | None = None
-    n_random_features: int | None = None
-    random_feature_kind: str = "orthogonal"
-    linear_attention_form: str = "auto"
-    accumulation_dtype: str = "float32"
-    kv_shift: KVShiftConfig | Mapping[str, Any] | bool | None = None
-    trainable_kv_bias: bool = False
-    attention_variant: AttentionVariantConfig | Mapping[str, Any] | None = None
-    seed: int | None = None
-    alibi_slopes: Sequence[float] | None = None
-    attn_types: Sequence[str] | None = None  # type: ignore[assignment]
-    value_biases_folded: bool = False
-
-
-@checked
-class HookedKVTransformerConfig(_Given):
+class HookedKVTransformerConfig(AttentionConfig):
     """The base's configuration plus attention kind, KV shift and KV bias. Every argument is a keyword.
 
     Args:
@@ -162,10 +109,6 @@ class HookedKVTransformerConfig(_Given):
         KVLensError: an unknown value (the nearest is suggested) or an invalid combination.
     """
 
-    dtype: torch.dtype
-    kv_shift: KVShiftConfig | None
-    attention_variant: AttentionVariantConfig | None
-
     def __post_init__(self):
         self.dtype = dtype_of(self.dtype)
         self.kv_shift = shift_of(self.kv_shift)
@@ -186,11 +129,6 @@ class HookedKVTransformerConfig(_Given):
             FEATURE_MAPS[self.feature_map].check(self)
 
     @property
-    def n_kv_heads(self) -> int:
-        """The number of key-value heads: ``n_key_value_heads`` with GQA, otherwise ``n_heads``."""
-        return self.n_heads if self.n_key_value_heads is None else self.n_key_value_heads
-
-    @property
     def d_phi(self) -> int:
         """Features per head of the feature map."""
         return FEATURE_MAPS[self.feature_map].d_phi(self)
@@ -207,32 +145,13 @@ class HookedKVTransformerConfig(_Given):
         return None if self.attention_variant is None else self.attention_variant.why_no_kv_bias
 
     @property
-    def rotates_after(self) -> bool:
-        """Whether RoPE follows the feature map: a converted prompt is then rebased to position 0."""
-        return self.attention == "linear" and self.rotary_placement == "after"
-
-    @property
     def has_position_limit(self) -> bool:
         """Whether texts longer than ``n_ctx`` are impossible (learned positions, or the base's rotary tables)."""
         if self.attention == "linear":
             return self.positional_embedding_type == "standard"
         return self.positional_embedding_type not in ("sinusoidal", "none", "alibi")
 
-    @property
-    def accumulates_in(self) -> torch.dtype:
-        """The dtype of linear attention: ``accumulation_dtype``, or wider if the model or its feature map needs it."""
-        least = "float64" if FEATURE_MAPS[self.feature_map].needs_float64 else self.accumulation_dtype
-        return torch.promote_types(self.dtype, getattr(torch, least))
-
-    def decay_per_head(self) -> torch.Tensor | None:
-        """gamma [head] in float64, or None for 1."""
-        if self.decay is None:
-            return None
-        if isinstance(self.decay, str):
-            return retnet_decay(self.n_heads)
-        return torch.tensor(list(self.decay), dtype=torch.float64)
-
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """All fields as JSON types; :meth:`from_json` reads them back."""
         plain = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "device"}
         plain["dtype"] = str(self.dtype).removeprefix("torch.")
@@ -386,7 +305,7 @@ class HookedKVTransformerConfig(_Given):
             yield not inside, f"decay: every gamma must lie in (0, 1], got {list(self.decay)}"
 
 
-def shift_of(value: Any) -> KVShiftConfig | None:
+def shift_of(value: KVShiftConfig | Mapping[str, Any] | bool | None) -> KVShiftConfig | None:
     """The shift given as a KVShiftConfig, a dict of its fields, True (the default shift) or False (no shift)."""
     if value is None or isinstance(value, KVShiftConfig):
         return value

@@ -30,7 +30,7 @@ WITHOUT_EFFECT = {
 }
 """Fields of the configuration that change no activation, or only how it is computed. All others count, even new ones."""
 _TRAINED_BIAS = (".attn.b_KV", ".attn.b_D")  # an attached bias replaces them
-_FOUND: WeakKeyDictionary[nn.Module, tuple[list[ReferenceType[Tensor]], Any, Any]] = WeakKeyDictionary()
+_FOUND: WeakKeyDictionary[nn.Module, tuple[list[ReferenceType[Tensor]], object, Any]] = WeakKeyDictionary()
 """What a model's weights and settings were when it was last looked at, and what was computed of them."""
 
 

@@ -26,13 +26,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 from transformer_lens.hook_points import HookPoint
-from transformer_lens.utilities import Slice
+from transformer_lens.utilities import Slice, SliceInput
 from transformers import PreTrainedTokenizerBase
 
 from kvlens.arguments import check_characters, check_tokenizer
@@ -46,7 +45,7 @@ NOT_TOKENS = (torch.bool, torch.uint8)
 """Integer dtypes that torch treats as masks, not as indices."""
 
 
-def check_input(model: KVModel, given: Any, attention_mask: object, past: object) -> None:
+def check_input(model: KVModel, given: object, attention_mask: object, past: object) -> None:
     """Raise KVLensError unless a forward pass can start from ``given``, and the mask matches its positions.
 
     Args:
@@ -60,21 +59,22 @@ def check_input(model: KVModel, given: Any, attention_mask: object, past: object
         check_tokenizer("forward", model)
     if attention_mask is None:
         return
-    known = isinstance(given, Tensor) and past is None  # with a cache, the mask covers the whole text
-    positions = ([1, *given.shape] if given.dim() == 1 else list(given.shape[:2])) if known else None
+    positions = None
+    if isinstance(given, Tensor) and past is None:  # with a cache, the mask covers the whole text
+        positions = [1, *given.shape] if given.dim() == 1 else list(given.shape[:2])
     if not isinstance(attention_mask, Tensor) or (positions is not None and list(attention_mask.shape) != positions):
         wanted = "[batch, pos]" if positions is None else str(positions)
         raise KVLensError(f"forward: attention_mask must be a tensor {wanted}, a value per token, got {brief(attention_mask)}")
 
 
-def check_text(what: str, given: Any) -> None:
+def check_text(what: str, given: object) -> None:
     """Raise KVLensError unless ``given`` is a string or a non-empty list of strings, without surrogate characters."""
-    several = isinstance(given, list) and len(given) > 0 and all(isinstance(text, str) for text in given)
-    if not isinstance(given, str) and not several:
+    texts = [given] if isinstance(given, str) else given if isinstance(given, list) else []
+    if not texts or not all(isinstance(text, str) for text in texts):
         raise KVLensError(
             f"{what}: expected a string, a list of strings, or token ids as a tensor [pos] or [batch, pos], got {brief(given)}"
         )
-    for text in [given] if isinstance(given, str) else given:
+    for text in texts:
         check_characters(what, text)
 
 
@@ -209,19 +209,26 @@ IN_ROWS = (".q_norm.", ".k_norm.", ".hook_expert_")
 """Parts of names of tensors that may be matrices with the positions of all texts as rows."""
 
 NamedHooks = list[tuple[str, Callable]]
+Names = str | Iterable[str] | Callable[[str], bool] | None
+"""Hook points: one, several, those of a filter, or all."""
 
 
-def saving_hooks(names: Iterable[str], cache: dict[str, Tensor], pos_slice: Any, **how: Any) -> tuple[NamedHooks, NamedHooks]:
+def saving_hooks(
+    names: Iterable[str],
+    cache: dict[str, Tensor],
+    pos_slice: SliceInput | None,
+    device: torch.device | str | None,
+    remove_batch_dim: bool,
+) -> tuple[NamedHooks, NamedHooks]:
     """Forward and backward hooks that save the tensors at hook points, sliced by ``pos_slice``.
 
     Args:
         names: names of the hook points.
         cache: where tensors are saved.
-        pos_slice: as in ``run_with_cache``.
-        how: ``device`` and ``remove_batch_dim``.
+        pos_slice, device, remove_batch_dim: as in ``run_with_cache``.
     """
-    forwards = _Saver(cache, Slice.unwrap(pos_slice), **how)
-    backwards = _Saver(cache, forwards.pos_slice, **how, suffix="_grad", positions=forwards.positions)
+    forwards = _Saver(cache, Slice.unwrap(pos_slice), device, remove_batch_dim)
+    backwards = _Saver(cache, forwards.pos_slice, device, remove_batch_dim, "_grad", forwards.positions)
     fwd: NamedHooks = [(name, forwards) for name in names]
     bwd: NamedHooks = [(name, backwards) for name, _ in fwd]
     layers = {_block(name) for name, _ in fwd if any(part in name for part in IN_ROWS)}
@@ -242,7 +249,7 @@ class _Saver:
     """
 
     cache: dict[str, Tensor]
-    pos_slice: Any
+    pos_slice: Slice
     device: torch.device | str | None
     remove_batch_dim: bool
     suffix: str = ""
@@ -271,7 +278,7 @@ def _block(name: str) -> str:
     return ".".join(name.split(".")[:2])
 
 
-def ask_for(model: HookedTransformer, names: Any, hook: Any = None) -> None:
+def ask_for(model: HookedTransformer, names: Names, hook: object = None) -> None:
     """Record a name that would not fire; several names, or those of a filter, only if none of them would.
 
     The same applies to the names that one function is hooked to in separate calls.

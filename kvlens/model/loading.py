@@ -8,15 +8,16 @@ from typing import Any, Literal
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvlens.arguments import check_device
 from kvlens.base import HookedTransformer
 from kvlens.base.model import M
 from kvlens.base.weights import GROUPS_DIFFER, allowed_steps, check_factors, groups_differ, why_norms_stay
 from kvlens.checks import checked
+from kvlens.components.attention_variant import AttentionVariantConfig
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, warn
-from kvlens.model.attention_variant import AttentionVariantConfig
 from kvlens.model.config import HookedKVTransformerConfig, KVShiftConfig
 from kvlens.model.fingerprint import is_weight
 from kvlens.model.storage import build_with_ready_tokenizer, check_weights_have_these_sizes, load_model, save_model
@@ -40,8 +41,8 @@ class LoadsAndSaves(HookedTransformer):
         cls: type[M],
         model_name: str | Path,
         *,
-        hf_model: Any = None,
-        tokenizer: Any = None,
+        hf_model: PreTrainedModel | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         kv_shift: KVShiftConfig | None = None,
         fold_ln: bool = True,
         center_writing_weights: bool = True,
@@ -81,9 +82,8 @@ class LoadsAndSaves(HookedTransformer):
                 unsupported architecture, or a model whose results differ from those of transformers.
         """
         parts = load_pretrained_parts(model_name, hf_model=hf_model, tokenizer=tokenizer, verify=verify, **loader_kwargs)
-        steps: dict[str, Any] = allowed_steps(
-            parts.cfg, dict(fold_ln=fold_ln, center_writing_weights=center_writing_weights, center_unembed=center_unembed)
-        )
+        asked = dict(fold_ln=fold_ln, center_writing_weights=center_writing_weights, center_unembed=center_unembed)
+        steps: dict[str, bool | None] = {**allowed_steps(parts.cfg, asked)}
         steps["refactor_factored_attn_matrices"] = refactor_factored_attn_matrices
         kv_shift = kv_shift or shift_config_of(parts.shift_coefficients)
         cfg = HookedKVTransformerConfig.from_tl(parts.cfg, kv_shift=kv_shift, init_weights=False, **parts.own_fields)
@@ -212,16 +212,17 @@ class LoadsAndSaves(HookedTransformer):
         coefficients = import_shift_coefficients(tensors)
         place_shift_coefficients(self, coefficients)
 
-    def take_state_dict(self, weights: dict[str, Tensor], **steps: Any) -> None:
+    def take_state_dict(self, weights: dict[str, Tensor], **steps: bool | None) -> None:
         """As the base's, refused where it would change the output."""
-        refactor, folds = (steps[name] for name in ("refactor_factored_attn_matrices", "fold_value_biases"))
+        refactor, folds = bool(steps["refactor_factored_attn_matrices"]), steps["fold_value_biases"]
         steps["fold_value_biases"] = check_weight_processing(self.cfg, folds, refactor)
-        refuse_wrong_folding(self.cfg, weights, steps["fold_ln"], steps["center_writing_weights"])
+        chosen = {name: bool(step) for name, step in steps.items()}
+        refuse_wrong_folding(self.cfg, weights, chosen["fold_ln"], chosen["center_writing_weights"])
         if self.cfg.positional_embedding_type == "sinusoidal":  # TransformerLens expects a learned table
             weights["pos_embed.W_pos"] = torch.zeros(1, self.cfg.d_model, dtype=self.cfg.dtype)
         weights.update(self.fill_missing_keys(weights))
-        self.cfg.value_biases_folded |= changes_values(weights, steps)
-        super().take_state_dict(weights, **steps)
+        self.cfg.value_biases_folded |= changes_values(weights, chosen)
+        super().take_state_dict(weights, **chosen)
 
     @checked
     def process_weights_(  # type: ignore[override]
@@ -350,7 +351,7 @@ def _why_not_fold_under(variant: AttentionVariantConfig) -> str | None:
     return None
 
 
-def _changed(cls: type[M], model: HookedTransformer, changes: dict[str, Any], move_to_device: bool = True) -> M:
+def _changed(cls: type[M], model: HookedTransformer, changes: dict[str, object], move_to_device: bool = True) -> M:
     cfg = HookedKVTransformerConfig.from_tl(model.cfg, **{**changes, "init_weights": False})
     copy = build_with_ready_tokenizer(cls, cfg, model.tokenizer, move_to_device)
     cfg.init_weights = model.cfg.init_weights

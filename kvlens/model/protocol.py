@@ -7,7 +7,7 @@ What :mod:`kvlens.model.activations` reads of a model are its layers and both en
 recurrent state, or in Falcon-H1 both. A :class:`Part` knows its hook points, its heads and its output weights.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from transformer_lens.hook_points import HookPoint
+from transformers import PreTrainedTokenizerBase
 
 from kvlens.base import HookedTransformer
 from kvlens.components import KVBlock
@@ -167,7 +169,7 @@ class Ends:
     scale: Callable[[Float[Tensor, "*batch d_model"]], Float[Tensor, "*batch 1"]]
 
 
-Hooks = Sequence[tuple[str | Callable[[str], bool], Callable[..., Any]]]
+Hooks = Sequence[tuple[str | Callable[[str], bool], Callable[..., object]]]
 """TransformerLens hooks: pairs of a hook point's name (or a filter of names) and the function to call."""
 
 
@@ -192,10 +194,10 @@ class KVModel(Protocol):
     """
 
     cfg: Any
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
 
     @property
-    def hook_dict(self) -> Any:
+    def hook_dict(self) -> Mapping[str, HookPoint]:
         """The hook points by name."""
 
     @property
@@ -216,7 +218,7 @@ class KVModel(Protocol):
     def detach_kv_bias(self) -> None:
         """Undo :meth:`attach_kv_bias`."""
 
-    def kv_bias(self, bias: KVBias) -> AbstractContextManager[Any]:
+    def kv_bias(self, bias: KVBias) -> AbstractContextManager[object]:
         """``with model.kv_bias(bias): ...``"""
 
     def fingerprint(self) -> Fingerprint:
@@ -228,10 +230,10 @@ class KVModel(Protocol):
     def check_tokens(self, tokens: Tensor) -> None:
         """Raise KVLensError unless every token id lies in the vocabulary."""
 
-    def to_tokens(self, *args: object, **kwargs: object) -> Any:
+    def to_tokens(self, *args: object, **kwargs: object) -> Int[Tensor, "batch pos"]:
         """As TransformerLens'."""
 
-    def hooks(self, *args: object, **kwargs: object) -> AbstractContextManager[Any]:
+    def hooks(self, *args: object, **kwargs: object) -> AbstractContextManager[object]:
         """As TransformerLens'."""
 
     def run_with_hooks(self, *args: object, **kwargs: object) -> Any:
@@ -285,10 +287,12 @@ class KVModel(Protocol):
         """One pass over texts after the attached bias, of softmax attention; of some layers, all by default. Layers are counted
         among those with attention."""
 
-    def next_logits(self, tokens: Int[Tensor, "batch pos"], cache: Any = None) -> tuple[Float[Tensor, "batch d_vocab"], Any]:
+    def next_logits(
+        self, tokens: Int[Tensor, "batch pos"], cache: object = None
+    ) -> tuple[Float[Tensor, "batch d_vocab"], object]:
         """The logits after ``tokens``, which continue the attached bias and what ``cache`` holds; and the new cache."""
 
-    def holding(self, bias: KVBias) -> AbstractContextManager[Any]:
+    def holding(self, bias: KVBias) -> AbstractContextManager[object]:
         """:meth:`kv_bias` for a bias that was made from this model: neither weights nor numbers are looked at."""
 
     def layers(self) -> Sequence[Block]:

@@ -22,6 +22,7 @@ from transformer_lens import ActivationCache
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError
 from kvlens.model.config import HookedKVTransformerConfig
+from kvlens.model.inputs import Names
 from kvlens.model.storage import save_model
 from kvlens.model.transformer import HookedKVTransformer
 
@@ -78,7 +79,7 @@ class HookedKVRegressor(nn.Module):
         return self.read_out(resid).squeeze(-1)
 
     def run_with_cache(
-        self, inputs: Float[Tensor, "batch pos d_input"], names_filter: object = None
+        self, inputs: Float[Tensor, "batch pos d_input"], names_filter: Names = None
     ) -> tuple[Float[Tensor, "batch pos"], ActivationCache]:
         """As ``HookedTransformer.run_with_cache``, on numbers."""
         cache, hooks, _ = self.transformer.get_caching_hooks(names_filter)

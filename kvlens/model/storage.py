@@ -204,7 +204,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return stored
 
 
-def _check_files(folder: Path, stored: dict[str, Any]) -> None:
+def _check_files(folder: Path, stored: dict[str, object]) -> None:
     """Raise KVLensError unless every saved file is present and unchanged."""
     files = stored.get("files")
     if not isinstance(files, dict):
@@ -219,7 +219,7 @@ def _check_files(folder: Path, stored: dict[str, Any]) -> None:
             )
 
 
-def _config_of(folder: Path, plain: dict[str, Any], device: torch.device | str | None) -> HookedKVTransformerConfig:
+def _config_of(folder: Path, plain: dict[str, object], device: torch.device | str | None) -> HookedKVTransformerConfig:
     try:
         return HookedKVTransformerConfig.from_json(plain, device=device, init_weights=False)
     except KVLensError as error:

@@ -38,6 +38,7 @@ from kvlens.components import (
     upgrade_cache,
 )
 from kvlens.memory import NUMBERS_AT_ONCE, WIDEST_ELSEWHERE, WIDEST_ON_CPU, by_device
+from kvlens.model.config import HookedKVTransformerConfig
 from kvlens.model.protocol import KVModel, PromptBatch, PromptReading, QueriesRead
 
 MULTIPLE = 64
@@ -76,7 +77,7 @@ def streams(
     return not has_hooks(model) and not wants_gradients(model, cache)
 
 
-def _has_a_state(cfg: Any) -> bool:
+def _has_a_state(cfg: HookedKVTransformerConfig) -> bool:
     """Whether a state of fixed size carries the attention from segment to segment as fast as in a whole pass."""
     if cfg.attention != "linear" or cfg.linear_attention_form == "parallel":
         return False
@@ -119,7 +120,7 @@ def segments(
     model: HookedTransformer,
     tokens: Int[Tensor, "batch pos"],
     mask: Int[Tensor, "batch offset_pos"] | None = None,
-    states: Sequence[Any] | None = None,
+    states: Sequence[object] | None = None,
     *,
     before: int = 0,
     segment_length: int | None = None,
@@ -150,8 +151,16 @@ def segments(
         so_far = None if so_far is None or bool(so_far.all()) else so_far
         some = model.hook_tokens(some) if model.cfg.use_hook_tokens else some
         stream, added = model.get_residual(model.hook_embed(model.embed(some)), before + start, attention_mask=so_far)
-        options: dict[str, Any] = dict(attention_mask=so_far, past_kv_cache=states, shortformer_pos_embed=added)
-        yield HookedTransformer.forward(model, stream, return_type, start_at_layer=0, stop_at_layer=stop_at_layer, **options)
+        yield HookedTransformer.forward(
+            model,
+            stream,
+            return_type,
+            start_at_layer=0,
+            shortformer_pos_embed=added,
+            attention_mask=so_far,
+            stop_at_layer=stop_at_layer,
+            past_kv_cache=states,
+        )
         if on_progress is not None:
             on_progress(min(1.0, (start + length) / pos))
 
@@ -161,7 +170,7 @@ def segments(
 def run_in_segments(
     model: HookedTransformer,
     tokens: Int[Tensor, " pos"],
-    fwd_hooks: Sequence[tuple[str, Callable[..., Any]]],
+    fwd_hooks: Sequence[tuple[str, Callable[..., object]]],
     *,
     segment_length: Count | None = None,
     stop_at_layer: int | None = None,
@@ -206,9 +215,11 @@ def run_in_segments(
             on_progress(1.0)
         return
     length = segment_length or default_segment_length(model, 1, NUMBERS_AT_ONCE)
-    options: dict[str, Any] = dict(segment_length=length, stop_at_layer=stop_at_layer, on_progress=on_progress)
     with model.hooks(fwd_hooks=list(fwd_hooks)), model.one_pass():
-        for _ in segments(model, rows, return_type=None, **options):
+        every = segments(
+            model, rows, segment_length=length, return_type=None, stop_at_layer=stop_at_layer, on_progress=on_progress
+        )
+        for _ in every:
             pass
 
 
@@ -328,7 +339,7 @@ def logits_on(
         return resid[:, -n_last:]
 
     names = [*(f"blocks.{layer}.hook_resid_pre" for layer in range(last + 1)), f"blocks.{last}.hook_resid_post"]
-    hooks: list[Any] = [] if residuals is None else [(name, keep) for name in names]
+    hooks: list[tuple[str, Callable]] = [] if residuals is None else [(name, keep) for name in names]
     hooks.append((f"blocks.{last}.{model.blocks[last].cut_point()}", cut))
     n_before = 0 if before is None else before.shape[1]
     by_state = model.cfg.attention == "linear" and not model.cfg.attention_variant and not has_hooks(model)
@@ -353,7 +364,7 @@ def logits_of(
 ) -> Float[Tensor, "batch n_last d_vocab"]:
     """See :meth:`kvlens.KVModel.logits_of`."""
     n_layers, n_last = model.cfg.n_layers, n_last or residual.shape[1]
-    hooks: list[Any] = []
+    hooks: list[tuple[str, Callable]] = []
     if layer is None or layer == n_layers:
         residual = residual[:, -n_last:]
     elif n_last < residual.shape[1]:
@@ -367,7 +378,7 @@ def logits_of(
 def read_prompt(model: HookedTransformer, prompt: PromptBatch, with_queries: bool = False) -> PromptReading:
     """See :meth:`kvlens.model.protocol.KVModel.read_prompt`; hooks and gradients see the whole prompt."""
     tokens, mask = prompt.tokens, prompt.mask
-    read, scored = None if mask is None else mask.long(), list[Any]()
+    read, scored = None if mask is None else mask.long(), list[tuple[Tensor, Tensor, Tensor]]()
     residuals, queries = list[Any](), []
     changes_with_length = model.cfg.use_dynamic_ntk_rope or prompt.keeps_positions
     holds_no_scores = mask is None and _holds_no_scores(model)
@@ -426,7 +437,7 @@ def _entries(model: HookedTransformer, batch: int) -> Sequence[object]:
     if model.cfg.needs_own_cache:
         upgrade_cache(cache, linear=False)
     model.get_pos_offset(cache, batch)
-    entries: Sequence[Any] = cache.entries
+    entries: Sequence[object] = cache.entries
     return entries
 
 

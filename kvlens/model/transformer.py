@@ -6,13 +6,14 @@ lines is done by functions of the modules that are imported here.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
-from transformer_lens.utilities import USE_DEFAULT_VALUE
+from transformer_lens.utilities import USE_DEFAULT_VALUE, SliceInput
+from transformers import PreTrainedTokenizerBase
 
 from kvlens.base import HookedTransformerConfig
 from kvlens.base.model import PASS_RETURNS
@@ -32,6 +33,7 @@ from kvlens.model import streaming
 from kvlens.model.config import POSITIONAL_TYPES, HookedKVTransformerConfig
 from kvlens.model.fingerprint import WeightsThen, fingerprint_of, look_again, weights_hash
 from kvlens.model.inputs import (
+    Names,
     OneThread,
     ask_for,
     check_hook_names,
@@ -46,6 +48,7 @@ from kvlens.model.inputs import (
 )
 from kvlens.model.loading import LoadsAndSaves
 from kvlens.model.protocol import ends_of, layers_of
+from kvlens.ops.rotary import RotaryTable
 from kvlens.tokenizer import warn_of_unknown_words
 
 MOST_NEW = Annotated[int, Within(1, 2**31 - 1)]
@@ -65,21 +68,21 @@ class HookedKVTransformer(LoadsAndSaves):
 
     cfg: HookedKVTransformerConfig
     positions = POSITIONAL_TYPES
-    _rotary_table: Any = None
+    _rotary_table: RotaryTable | None = None
 
     @checked
     def __init__(
         self,
         cfg: HookedKVTransformerConfig | HookedTransformerConfig | dict[str, Any],
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         move_to_device: bool = True,
-        default_padding_side: Any = None,
+        default_padding_side: str | None = None,
     ):
         cfg = HookedKVTransformerConfig.unwrap(cfg)
         self._attached: KVBias | None = None
         self._weights_then: WeightsThen | None = None  # when the bias was attached; None where nobody looks
         self._normalizers: Normalizers | None = None
-        self._may_be_silent: tuple[tuple[str, Any], ...] = ()  # (hook point, function) asked for while no bias was attached
+        self._may_be_silent: tuple[tuple[str, object], ...] = ()  # (hook point, function) asked for while no bias was attached
         self._thread = OneThread()
         self.rounded_from: tuple[str, str] | None = None  # (hash of the rounded weights, hash before rounding)
         super().__init__(cfg, tokenizer, move_to_device, default_padding_side)
@@ -87,12 +90,12 @@ class HookedKVTransformer(LoadsAndSaves):
     def build_block(self, layer: int) -> KVBlock:
         """A layer with kvlens' attention; layers whose heads have one size share a rotary table."""
         block = KVBlock(self.cfg, layer)
-        if layer and hasattr(block.attn, "rotary_table") and self.cfg.d_head_by_layer is None:
+        if layer and self._rotary_table is not None and self.cfg.d_head_by_layer is None:
             block.attn.rotary_table = self._rotary_table
         self._rotary_table = getattr(block.attn, "rotary_table", None)
         return block
 
-    def build_pos_embed(self) -> Any:
+    def build_pos_embed(self) -> OffsetPosEmbed | SinusoidalPosEmbed | None:
         """Positions that are added to the stream, from an attached bias's offset on; None where there are none."""
         kind = self.cfg.positional_embedding_type
         if kind in ("rotary", "none"):
@@ -121,7 +124,7 @@ class HookedKVTransformer(LoadsAndSaves):
         start_at_layer: int | None = None,
         tokens: Tensor | None = None,
         shortformer_pos_embed: Tensor | None = None,
-        attention_mask: Any = None,
+        attention_mask: Tensor | None = None,
         stop_at_layer: int | None = None,
         past_kv_cache: TransformerLensKeyValueCache | None = None,
     ):
@@ -143,12 +146,30 @@ class HookedKVTransformer(LoadsAndSaves):
                     input = self.to_tokens(input, prepend_bos=prepend_bos, padding_side=padding_side)  # noqa: A001
                 is_linear = self.cfg.attention == "linear"
                 if is_linear and streaming.streams(self, input, attention_mask, past_kv_cache, return_type, stop_at_layer):
-                    how: dict[str, Any] = dict(return_type=return_type, loss_per_token=loss_per_token, prepend_bos=prepend_bos)
-                    how |= dict(padding_side=padding_side, stop_at_layer=stop_at_layer)
-                    return streaming.forward_in_segments(self, input, attention_mask, past_kv_cache, **how)
-            text = input, return_type, loss_per_token, prepend_bos, padding_side
-            rest: Any = start_at_layer, tokens, shortformer_pos_embed, attention_mask, stop_at_layer, past_kv_cache
-            return super().forward(*text, *rest)
+                    return streaming.forward_in_segments(
+                        self,
+                        input,
+                        attention_mask,
+                        past_kv_cache,
+                        return_type=return_type,
+                        loss_per_token=loss_per_token,
+                        prepend_bos=prepend_bos,
+                        padding_side=padding_side,
+                        stop_at_layer=stop_at_layer,
+                    )
+            return super().forward(
+                input,
+                return_type,
+                loss_per_token,
+                prepend_bos,
+                padding_side,
+                start_at_layer,
+                tokens,
+                shortformer_pos_embed,
+                attention_mask,
+                stop_at_layer,
+                past_kv_cache,
+            )
 
     def empty_cache(self, batch: int = 1) -> TransformerLensKeyValueCache:
         """A decode cache to pass as ``past_kv_cache``, in which a pass stores what the following text needs.
@@ -160,8 +181,8 @@ class HookedKVTransformer(LoadsAndSaves):
     def input_to_embed(
         self,
         input: Any,  # noqa: A002
-        prepend_bos: Any = USE_DEFAULT_VALUE,
-        padding_side: Any = USE_DEFAULT_VALUE,
+        prepend_bos: bool | None = USE_DEFAULT_VALUE,
+        padding_side: str | None = USE_DEFAULT_VALUE,
         attention_mask: Tensor | None = None,
         past_kv_cache: TransformerLensKeyValueCache | None = None,
     ):
@@ -184,8 +205,8 @@ class HookedKVTransformer(LoadsAndSaves):
     def to_tokens(
         self,
         input: Any,  # noqa: A002
-        prepend_bos: Any = USE_DEFAULT_VALUE,
-        padding_side: Any = USE_DEFAULT_VALUE,
+        prepend_bos: bool | None = USE_DEFAULT_VALUE,
+        padding_side: str | None = USE_DEFAULT_VALUE,
         move_to_device: bool = True,
         truncate: bool = True,
     ):
@@ -202,10 +223,15 @@ class HookedKVTransformer(LoadsAndSaves):
         """Whether the model expects a BOS: ``cfg.default_prepend_bos``."""
         return bool(self.cfg.default_prepend_bos)
 
-    def to_str_tokens(self, *args: Any, **kwargs: Any):
+    def to_str_tokens(
+        self,
+        input: object,  # noqa: A002
+        prepend_bos: bool | None = USE_DEFAULT_VALUE,
+        padding_side: str | None = USE_DEFAULT_VALUE,
+    ):
         """As the base's."""
         with self._thread.turn:
-            return super().to_str_tokens(*args, **kwargs)
+            return super().to_str_tokens(input, prepend_bos, padding_side)
 
     def prepends(self, prepend_bos: bool | None) -> bool:
         """As in the base, but by default no BOS while a bias is attached, as the prompt had one."""
@@ -257,13 +283,13 @@ class HookedKVTransformer(LoadsAndSaves):
         new, mask = streaming.read_before_the_last(self, new, mask, cache)
         return super().read(new, mask, cache)
 
-    def add_hook(self, name: object, hook: object, *args: object, **kwargs: object) -> None:
+    def add_hook(self, name: Names, hook: object, *args: object, **kwargs: object) -> None:
         """As TransformerLens'."""
         check_hook_names(name, self.hook_dict)
         ask_for(self, name, hook)
         return super().add_hook(name, hook, *args, **kwargs)
 
-    def _enable_hook(self, name: object, hook: object, *args: object, **kwargs: object) -> None:
+    def _enable_hook(self, name: Names, hook: object, *args: object, **kwargs: object) -> None:
         if isinstance(name, str) and name not in self.hook_dict:  # tested first: caching everything calls this per name
             check_hook_names(name, self.hook_dict)
         if not saves(hook):  # cached names are checked in the methods below
@@ -280,23 +306,23 @@ class HookedKVTransformer(LoadsAndSaves):
 
     def get_caching_hooks(
         self,
-        names_filter: object = None,
+        names_filter: Names = None,
         incl_bwd: bool = False,
         device: torch.device | str | None = None,
         remove_batch_dim: bool = False,
         cache: dict[str, Tensor] | None = None,
-        pos_slice: object = None,
+        pos_slice: SliceInput | None = None,
     ):
         """As TransformerLens'; ``names_filter`` must name hook points that exist."""
         check_hook_names(names_filter, self.hook_dict)
         ask_for(self, names_filter)
         names_filter = list(names_filter) if isinstance(names_filter, tuple) else names_filter  # TransformerLens reads lists
         cache, fwd, bwd = super().get_caching_hooks(names_filter, incl_bwd, device, remove_batch_dim, cache, pos_slice)
-        how = dict(device=device, remove_batch_dim=remove_batch_dim)
-        saving, saving_gradients = saving_hooks([name for name, _ in fwd], cache, pos_slice, **how)
+        named = [name for name, _ in fwd]
+        saving, saving_gradients = saving_hooks(named, cache, pos_slice, device, remove_batch_dim)
         return cache, saving, saving_gradients if bwd else []
 
-    def add_caching_hooks(self, names_filter: object = None, *args: object, **kwargs: object):
+    def add_caching_hooks(self, names_filter: Names = None, *args: object, **kwargs: object):
         """As TransformerLens'; ``names_filter`` must name hook points that exist."""
         check_hook_names(names_filter, self.hook_dict)
         ask_for(self, names_filter)
@@ -308,7 +334,9 @@ class HookedKVTransformer(LoadsAndSaves):
     logits_on, logits_of = streaming.logits_on, streaming.logits_of
     read_prompt, read_queries = streaming.read_prompt, streaming.read_queries
 
-    def next_logits(self, tokens: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+    def next_logits(
+        self, tokens: Tensor, cache: TransformerLensKeyValueCache | None = None
+    ) -> tuple[Tensor, TransformerLensKeyValueCache]:
         """See :meth:`kvlens.model.protocol.KVModel.next_logits`."""
         cache = self.empty_cache(len(tokens)) if cache is None else cache
         return self.logits_ahead(tokens, torch.ones_like(tokens), cache, 1)[:, 0], cache
@@ -411,7 +439,7 @@ class HookedKVTransformer(LoadsAndSaves):
     def _has_bias(self) -> bool:
         return self._attached is not None
 
-    def _apply(self, fn: Any, *args: object, **kwargs: object) -> "HookedKVTransformer":
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: object, **kwargs: object) -> "HookedKVTransformer":
         """Move or round the model; a rounded model keeps the hash of the weights that it was rounded from."""
         dtype = next(self.parameters()).dtype
         after = fn(torch.empty(0, dtype=dtype)).dtype

@@ -6,6 +6,7 @@ from precision import LAW, relative_error
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVLensError, convert_prompt
 from kvlens.components import FEATURE_MAPS, FeatureMap
+from kvlens.components.linear_attention import accumulates_in
 
 SIZES = dict(n_layers=2, n_heads=4, d_model=24, d_head=6, n_ctx=40, d_vocab=17, act_fn="gelu", attention="linear", seed=0)
 
@@ -25,7 +26,7 @@ def test_placements_and_precisions_by_hand():
     placements = {name: config(feature_map=name, **rotary).rotary_placement for name in FEATURE_MAPS}
     after = dict.fromkeys(("identity", "elu_plus_one", "relu"), "after")
     assert placements == {**after, **dict.fromkeys(("random", "taylor", "hedgehog"), "before")}
-    wide = {name for name in FEATURE_MAPS if config(feature_map=name).accumulates_in == torch.float64}
+    wide = {name for name in FEATURE_MAPS if accumulates_in(config(feature_map=name)) == torch.float64}
     assert wide == {"random", "hedgehog"}
 
 

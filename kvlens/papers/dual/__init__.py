@@ -31,15 +31,15 @@ Then $f(q)$ with $W_1$ is the head's output at the query, exactly, for every lea
 | eq. 8: the dual model | `kvlens.dual.DualModel` |
 | eq. 9, theorem 3.1 (app. A): loss, step, equality | `kvlens.ops.dual.naive_dual` (the reference implementation), `kvlens.ops.dual.dual_loss`, `kvlens.dual.DualModel.after_one_step`; for all heads `kvlens.analyses.dual_losses`, `kvlens.analyses.dual_demonstrations`; `kvlens.papers.dual.dual_equivalence` |
 | eq. 10-11, theorem 3.2 (app. C): generalization bound | `kvlens.ops.dual_layers.bound_terms`, `kvlens.dual.DualModel.bound`; for a growing number of demonstrations, also with negative samples, `kvlens.analyses.dual_bound` |
-| eq. 12-13, app. D.1: regularized attention | `kvlens.model.attention_variant.Regularised` |
+| eq. 12-13, app. D.1: regularized attention | `kvlens.components.attention_variant.Regularised` |
 | lemma D.1: alpha that makes the attention block of full rank | `kvlens.ops.attention_variants.full_rank_limit` |
-| eq. 14, app. D.2: augmented keys and values | `kvlens.model.attention_variant.Augmented` |
-| eq. 15 and 34, app. D.3: negative samples | `kvlens.model.attention_variant.Negative`, `kvlens.ops.attention_variants.naive_negative` |
-| eq. 33, app. D.1: the ridge solution instead of the step | `kvlens.model.attention_variant.Ridge`, `kvlens.ops.attention_variants.ridge_attention` |
+| eq. 14, app. D.2: augmented keys and values | `kvlens.components.attention_variant.Augmented` |
+| eq. 15 and 34, app. D.3: negative samples | `kvlens.components.attention_variant.Negative`, `kvlens.ops.attention_variants.naive_negative` |
+| eq. 33, app. D.1: the ridge solution instead of the step | `kvlens.components.attention_variant.Ridge`, `kvlens.ops.attention_variants.ridge_attention` |
 | eq. 20-23, theorem B.1: a whole transformer layer | `kvlens.dual.DualLayer`, `kvlens.ops.dual_layers.fold_mlp`; `kvlens.papers.dual.dual_layer` |
 | eq. 24-25, theorem B.2: several attention layers, PrefixLM | `kvlens.ops.dual_layers.dual_of_prefix_lm`, `kvlens.ops.dual_layers.through_layers` |
 | sec. 5, app. D.2, D.3 and E: the variants on regression, a convolution, other negatives | `kvlens.papers.dual.dual_variants` |
-| app. E.5: the variants in a BERT, keys and values augmented beside the projections | `kvlens.dual.bert`, ``parallel`` of `kvlens.model.attention_variant.Augmented`; `kvlens.papers.dual.bert_variants` |
+| app. E.5: the variants in a BERT, keys and values augmented beside the projections | `kvlens.dual.bert`, ``parallel`` of `kvlens.components.attention_variant.Augmented`; `kvlens.papers.dual.bert_variants` |
 | app. E.1: random features | `kvlens.papers.dual.random_features` |
 | app. E.4: rank of $W_{FFN} W_V$ | `kvlens.ops.dual_layers.rank_bound` |
 | app. F, eq. 35-38: linear regression by one step | `kvlens.papers.dual.gradient_descent` |
