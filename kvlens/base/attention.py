@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformer_lens import FactoredMatrix
+from transformer_lens.cache.key_value_cache_entry import TransformerLensKeyValueCacheEntry
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import get_offset_position_ids
 from transformer_lens.utilities.activation_functions import apply_softcap
@@ -187,7 +188,7 @@ class Attention(nn.Module):
         query_input: Tensor,
         key_input: Tensor,
         value_input: Tensor,
-        past_kv_cache_entry: Any = None,
+        past_kv_cache_entry: TransformerLensKeyValueCacheEntry | None = None,
         additive_attention_mask: Float[Tensor, "batch 1 1 key_pos"] | None = None,
         attention_mask: Int[Tensor, "batch offset_pos"] | None = None,
     ) -> Float[Tensor, "batch pos d_model"]:

@@ -5,6 +5,7 @@ and methods, and for the same weights the same numbers up to the order of sums. 
 caches of activations, the decode cache, weight processing and sampling.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -78,7 +79,7 @@ class TransformerBlock(nn.Module):
         self,
         resid_pre: Float[Tensor, "batch pos d_model"],
         shortformer_pos_embed: Float[Tensor, "batch pos d_model"] | None = None,
-        past_kv_cache_entry: Any = None,
+        past_kv_cache_entry: object = None,
         attention_mask: Tensor | None = None,
     ) -> Float[Tensor, "batch kept_pos d_model"]:
         """The stream after this layer; the other arguments are those of attention."""
@@ -312,7 +313,7 @@ class HookedTransformer(HasText, HasWeights):
         shortformer_pos_embed: Float[Tensor, "batch pos d_model"] | None = None,
         attention_mask: Tensor | None = None,
         stop_at_layer: int | None = None,
-        past_kv_cache: Any = None,
+        past_kv_cache: TransformerLensKeyValueCache | Sequence[object] | None = None,
     ) -> Any:
         """One pass.
 

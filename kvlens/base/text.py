@@ -25,6 +25,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from kvlens.arguments import check_tokenizer
 from kvlens.base.config import HookedTransformerConfig
+from kvlens.base.layers import Embed
 from kvlens.checks import ensure
 from kvlens.errors import KVLensError, brief
 from kvlens.tokenizer import KEEP_THEIR_BOS
@@ -45,7 +46,7 @@ class HasText(HookedRootModule):
     cfg: Any
     tokenizer: PreTrainedTokenizerBase
     W_U: Any
-    embed: Any
+    embed: Embed
     get_residual: Any
 
     @staticmethod

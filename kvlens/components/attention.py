@@ -8,7 +8,6 @@ object created for one pass. Where kvlens adds nothing, the result is that of :c
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -17,7 +16,7 @@ from transformer_lens.hook_points import HookPoint
 
 from kvlens.base import Attention, GroupedQueryAttention
 from kvlens.components.config import AttentionConfig, KVShiftConfig
-from kvlens.components.decode_cache import ShiftState
+from kvlens.components.decode_cache import CacheEntry, ShiftState
 from kvlens.components.heads import (
     KVLENS_HOOKS,
     OF_A_BIAS,
@@ -103,7 +102,7 @@ class KVAttention(Attention):
         query_input: Tensor,
         key_input: Tensor,
         value_input: Tensor,
-        past_kv_cache_entry: Any = None,
+        past_kv_cache_entry: CacheEntry | None = None,
         additive_attention_mask: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:

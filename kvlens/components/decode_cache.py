@@ -97,6 +97,10 @@ class ShiftedCacheEntry(TransformerLensKeyValueCacheEntry):
     negative_means: Tensor | None = None
 
 
+CacheEntry = LinearCacheEntry | ShiftedCacheEntry | TransformerLensKeyValueCacheEntry
+"""What a layer keeps of the tokens before a pass."""
+
+
 def upgrade_cache(cache: TransformerLensKeyValueCache, *, linear: bool) -> None:
     """Replace the stock entries of an empty cache by kvlens' own, in place; a cache made by kvlens is left unchanged."""
     for i, entry in enumerate(cache.entries):

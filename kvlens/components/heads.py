@@ -36,6 +36,7 @@ from transformer_lens.hook_points import HookPoint
 from kvlens.base.layers import is_hooked
 from kvlens.components.attention_variant import Augmented
 from kvlens.components.config import AttentionConfig
+from kvlens.components.decode_cache import CacheEntry
 from kvlens.ops.attention_variants import augment, lowest_scored, mean_of_negatives
 
 KVLENS_HOOKS = (
@@ -145,7 +146,7 @@ class Heads:
         entry: the layer's entry of the decode cache, for what came before ``tokens``; None at the start of a text.
     """
 
-    def __init__(self, attn: Any, tokens: NewTokens, entry: Any):
+    def __init__(self, attn: Any, tokens: NewTokens, entry: CacheEntry | None):
         self.attn, self.cfg, self.tokens, self.entry = attn, attn.cfg, tokens, entry
 
     @classmethod
@@ -195,7 +196,9 @@ class Augmentation(nn.Module):
         return x + parallel * augment(block_input if block_input.dim() == 4 else block_input[:, :, None], weights, activation)
 
 
-def read_values(attn: Any, pattern: Tensor, scores: Tensor, visible: Tensor | None, v: Tensor, entry: Any) -> Tensor:
+def read_values(
+    attn: Any, pattern: Tensor, scores: Tensor, visible: Tensor | None, v: Tensor, entry: CacheEntry | None
+) -> Tensor:
     """pattern @ v minus the negatives' mean value: [batch, pos, head, d_head].
 
     Args:
@@ -236,7 +239,7 @@ def regularized(attn: Any, heads: HeadOutputs, tokens: NewTokens) -> HeadOutputs
     return heads._replace(z_context=z / rest, z_bias=None if heads.z_bias is None else heads.z_bias / rest)
 
 
-def _all_means(mean: Tensor, entry: Any) -> Tensor:
+def _all_means(mean: Tensor, entry: CacheEntry | None) -> Tensor:
     """mean_{N_j} v of all tokens so far; those of earlier tokens are stored, since their queries are no longer available."""
     if entry is None:
         return mean

@@ -59,6 +59,7 @@ class SoftmaxHeads(Heads):
     | any other bias | ``_fused`` or, with gradients, ``_by_steps`` for the text, joined to the bias by ``_joined`` |
     """
 
+    entry: TransformerLensKeyValueCacheEntry | None
     q: Tensor
     k: Tensor
     v: Tensor

@@ -13,6 +13,8 @@ which is called submodule by submodule; nothing is copied.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -179,13 +181,13 @@ class StateSpace(Rule):
         skip: D, per head.
     """
 
-    carries: Any = ssd
+    carries: ModuleType = ssd
     """The module of what the recurrence carries."""
 
     def __init__(self, skip: Tensor) -> None:
         self.skip = skip
 
-    def form(self, n_tokens: int) -> Any:
+    def form(self, n_tokens: int) -> Callable[..., tuple[Tensor, Tensor | None]]:
         """The form of the recurrence for that many tokens."""
         return recurrent_ssd if n_tokens == 1 else chunked_ssd
 
@@ -220,7 +222,7 @@ class Selective(StateSpace):
 
     carries = selective_scan
 
-    def form(self, n_tokens: int) -> Any:
+    def form(self, n_tokens: int) -> Callable[..., tuple[Tensor, Tensor | None]]:
         return selective_scan.selective_scan
 
 

@@ -216,7 +216,7 @@ Names = str | Iterable[str] | Callable[[str], bool] | None
 def saving_hooks(
     names: Iterable[str],
     cache: dict[str, Tensor],
-    pos_slice: SliceInput | None,
+    pos_slice: Slice | SliceInput,
     device: torch.device | str | None,
     remove_batch_dim: bool,
 ) -> tuple[NamedHooks, NamedHooks]:

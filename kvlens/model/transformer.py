@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
-from transformer_lens.utilities import USE_DEFAULT_VALUE, SliceInput
+from transformer_lens.utilities import USE_DEFAULT_VALUE, Slice, SliceInput
 from transformers import PreTrainedTokenizerBase
 
 from kvlens.base import HookedTransformerConfig
@@ -311,7 +311,7 @@ class HookedKVTransformer(LoadsAndSaves):
         device: torch.device | str | None = None,
         remove_batch_dim: bool = False,
         cache: dict[str, Tensor] | None = None,
-        pos_slice: SliceInput | None = None,
+        pos_slice: Slice | SliceInput = None,
     ):
         """As TransformerLens'; ``names_filter`` must name hook points that exist."""
         check_hook_names(names_filter, self.hook_dict)
