@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kvlens.errors import KVLensError
 from kvlens.files import checksum_of_json, plain
@@ -120,7 +120,7 @@ class StoredRun:
     experiment: str
     command: str
     scale: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, object]
     comparisons: list[Comparison]
     date: str
     commit: str | None

@@ -19,14 +19,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from kvlens.dual.bert import fine_tune, load_bert, swap_self_attention
 from kvlens.errors import check_known
@@ -37,7 +36,7 @@ from kvlens.papers.harness.run import Reproduction, Settings, Tell, experiment
 from kvlens.papers.harness.significance import Comparison
 
 PLAIN, LARGE = "plain", "regularised, alpha 0.5"
-VARIANTS: dict[str, dict[str, Any]] = {
+VARIANTS: dict[str, dict[str, object]] = {
     PLAIN: {},
     LARGE: dict(regularised=dict(alpha=0.5)),
     "augmented values": dict(augmented=dict(values=True, depth=2, parallel=0.5)),
@@ -173,7 +172,7 @@ def sentence(words: dict[str, list[str]], patterns: Sequence[str], acceptable: b
     return template.format(**forms, **fixed)
 
 
-def bert(source: str, seed: int) -> tuple[Any, Any]:
+def bert(source: str, seed: int) -> tuple[BertForSequenceClassification, PreTrainedTokenizerBase]:
     """The BERT of a folder, or a random one that knows the words of the templates, and its tokenizer."""
     if source != RANDOM:
         return load_bert(source, seed)

@@ -14,9 +14,8 @@ independent.
 with the entries of W normal, of variance 1 / d_x.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, normalize, pad
 
 from kvlens.ops.attention_variants import augment, lowest_scored, mean_of_negatives
+from kvlens.papers.harness.run import Settings
 
 TASKS: dict[str, Callable[[Tensor], Tensor]] = {"linear": lambda y: y, "trigonometric": torch.cos, "exponential": torch.exp}
 
@@ -179,7 +179,7 @@ def squared_errors(layer: RegressionLayer, sequences: Sequences) -> Float[Tensor
 def train_layer(
     layer: RegressionLayer,
     W: Float[Tensor, "seed d_x"],
-    settings: Mapping[str, Any],
+    settings: Settings,
     task: str,
     steps: int,
     seeds: list[int],

@@ -143,7 +143,7 @@ def train_all(trials: Sequence[TrainingRun]) -> Iterator[tuple[TrainingRun, Mode
         pool.shutdown(cancel_futures=True)
 
 
-def kept_table(run: Mapping[str, Any], make: Callable[[], pd.DataFrame]) -> pd.DataFrame:
+def kept_table(run: Mapping[str, object], make: Callable[[], pd.DataFrame]) -> pd.DataFrame:
     """What ``make`` returns; read from the folder of kept runs where an equal run left it.
 
     For a run that is no `TrainingRun`. ``run`` has all that its numbers depend on, as JSON has it.
@@ -192,13 +192,13 @@ class Cell:
     """
 
     task: Task
-    models: Mapping[str, Mapping[str, Any]]
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    training: Mapping[str, Any] = field(default_factory=dict)
+    models: Mapping[str, Mapping[str, object]]
+    columns: Mapping[str, object] = field(default_factory=dict)
+    training: Mapping[str, object] = field(default_factory=dict)
     rates: Sequence[float] = ()
     seeds: Sequence[int] = ()
     title: str = ""
-    examine: Callable[[str, int, Any], list[dict[str, Any]]] | None = None
+    examine: Callable[[str, int, Any], list[dict[str, object]]] | None = None
     keep_diverged: bool = False
 
     def trials(self, label: str, seeds: Iterable[int], **changes: float) -> list[TrainingRun]:
@@ -278,7 +278,7 @@ def train_cells(cells: Iterable[Cell], settings: Settings, tell: Tell) -> tuple[
     return pd.concat(courses, ignore_index=True), pd.DataFrame(examined)
 
 
-def train_cell(cell: Cell, progress: RunQueue) -> tuple[pd.DataFrame, list[dict[str, Any]]]:
+def train_cell(cell: Cell, progress: RunQueue) -> tuple[pd.DataFrame, list[dict[str, object]]]:
     """The curves of one cell, without its columns, and the rows of its `Cell.examine`; the models are not kept."""
     chosen = best_rates(cell, progress) if cell.rates else {}
     rates = {label: {"learning_rate": rate} for label, rate in chosen.items()}
@@ -387,7 +387,7 @@ def differences_by_seed(runs: pd.DataFrame, of: str, minus: str, column: str) ->
         column: what is compared.
     """
     chosen = runs[runs["model"].isin([of, minus])]
-    by_model: Mapping[Any, pd.Series] = {name: rows.groupby("seed")[column].mean() for name, rows in chosen.groupby("model")}
+    by_model = {name: rows.groupby("seed")[column].mean() for name, rows in chosen.groupby("model")}
     ours, theirs = by_model[of].align(by_model[minus], join="inner")
     return (ours - theirs).sort_index().tolist()
 

@@ -128,8 +128,14 @@ def draw_panels(
     figure.suptitle(title, x=0.01, ha="left", fontsize=11)
     handles = {label: line for axes in figure.axes for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
     fitting = int(13 * figure.get_figwidth() / (6 + max(map(len, handles))))
-    words: dict[str, Any] = dict(frameon=False, fontsize=9, ncols=min(4, max(1, fitting)))
-    if "seed" in table and not dots:
-        words |= dict(title="thick: mean over seeds; thin: each seed", title_fontsize=8)
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", **words)
+    figure.legend(
+        list(handles.values()),
+        list(handles),
+        loc="outside lower center",
+        frameon=False,
+        fontsize=9,
+        ncols=min(4, max(1, fitting)),
+        title="thick: mean over seeds; thin: each seed" if "seed" in table and not dots else None,
+        title_fontsize=8,
+    )
     return figure

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
+import torch
 
 from kvlens import load
 from kvlens.checks import checked
@@ -49,7 +50,7 @@ class Reproduction:
     """
 
     tables: Mapping[str, pd.DataFrame]
-    figure: Callable[[], Any]
+    figure: Callable[[], "Figure"]
     comparisons: list[Comparison]
     differences: Sequence[str] = ()
 
@@ -110,7 +111,7 @@ COLLECTIONS = ("classes", "d_x", "models", "sizes", "steps", "tasks")
 thing (a task, a model, its training): a given one changes only the fields that it names."""
 
 
-def with_settings(experiment: Experiment, scale: str, changes: Mapping[str, Any]) -> Experiment:
+def with_settings(experiment: Experiment, scale: str, changes: Mapping[str, object]) -> Experiment:
     """``experiment`` with some settings of one scale changed.
 
     A value must be of the same kind as the scale's; what else it must be is checked where it is used.
@@ -125,7 +126,7 @@ def with_settings(experiment: Experiment, scale: str, changes: Mapping[str, Any]
     return replace(experiment, scales={**experiment.scales, scale: settings})
 
 
-def _changed(what: str, name: str, own: Any, value: Any) -> Any:
+def _changed(what: str, name: str, own: Any, value: Any) -> object:
     """``value`` in place of ``own``; of a dictionary that describes one thing, with the fields that it does not name."""
     if own is None or own == []:
         return value
@@ -158,7 +159,7 @@ def _another_kind(name: str, own: object, value: Any) -> str | None:
     return "a nonempty dictionary" if isinstance(own, dict) else "a nonempty string"
 
 
-def hooked_model(source: str, *, tokenizer: str | None = None, device: Any = None) -> HookedKVTransformer:
+def hooked_model(source: str, *, tokenizer: str | None = None, device: torch.device | str | None = None) -> HookedKVTransformer:
     """The model of ``source``, as :func:`kvlens.load` finds it, in evaluation mode and without gradients.
 
     Raises:
@@ -186,7 +187,7 @@ def write_experiment(
     *,
     overwrite: bool = False,
     command: str | None = None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Write tables and summary to ``folder``, completely or not at all, then the same with the figure; return the summary.
 
     Raises:
@@ -244,8 +245,8 @@ def _drawn(figure: "Figure", line: str) -> dict[str, bytes]:
         engine.execute(figure)
         figure.set_layout_engine(None)  # so that both files have the same layout and margins, and each is drawn once
     drawn, (width, height) = figure.get_tightbbox(), figure.get_size_inches()
-    look: dict[str, Any] = dict(fontsize=8, color="#555555", va="bottom", parse_math=False)
-    figure.text(drawn.x0 / width, (drawn.y1 + MARGIN) / height, line, **look)
+    x, y = drawn.x0 / width, (drawn.y1 + MARGIN) / height
+    figure.text(x, y, line, fontsize=8, color="#555555", va="bottom", parse_math=False)
     inches, png, svg = figure.get_tightbbox().padded(MARGIN), BytesIO(), BytesIO()
     figure.savefig(png, format="png", dpi=figure.dpi, bbox_inches=inches)
     with rc_context({"svg.hashsalt": "kvlens"}):  # ids that do not differ from run to run

@@ -383,7 +383,7 @@ class Comparison:
         return vars(self) | {"evidence": self.evidence and asdict(self.evidence)} | found
 
     @classmethod
-    def from_json(cls, entry: Mapping[str, Any]) -> "Comparison":
+    def from_json(cls, entry: Mapping[str, object]) -> "Comparison":
         """Read an entry back; what follows from the evidence is computed again."""
         given: dict[str, Any] = {field.name: entry.get(field.name) for field in fields(cls)}
         if given["evidence"] is not None:

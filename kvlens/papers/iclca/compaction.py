@@ -21,7 +21,6 @@ import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -59,7 +58,7 @@ LEAST = 1e-12
 """Errors below this are rounding."""
 DROPPED, EXACT = "prompt left out", "every key kept"
 OURS = "landmark, with keys that move"
-METHODS: dict[str, tuple[type[ConversionMethod], dict[str, Any]]] = {
+METHODS: dict[str, tuple[type[ConversionMethod], dict[str, object]]] = {
     "KVzip": (KVzip, {}),
     "Attention Matching, attention": (AttentionMatching, dict(keys="attention")),
     "Attention Matching, pursuit": (AttentionMatching, dict(keys="pursuit")),
@@ -102,7 +101,7 @@ DISTILLED = "distillation"
 def compaction(settings: Settings, tell: Tell) -> Reproduction:
     """Store every context in every way, and measure."""
     model = writing_model(settings)
-    rows: dict[str, list[dict[str, Any]]] = {"contexts": [], "heads": [], "positions": []}
+    rows: dict[str, list[dict[str, object]]] = {"contexts": [], "heads": [], "positions": []}
     for context in range(settings["n_contexts"]):
         for length in settings["prompt_lengths"]:
             for table, row in measured(model, settings, context, length):
@@ -244,7 +243,9 @@ def bos_alone(model: HookedKVTransformer, prompt: Tensor) -> KVBias:
 # --- what the model does with it ---
 
 
-def measured(model: HookedKVTransformer, settings: Settings, context: int, length: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def measured(
+    model: HookedKVTransformer, settings: Settings, context: int, length: int
+) -> Iterator[tuple[str, dict[str, object]]]:
     """Rows with the names of their tables: one per way to store the prompt, and for each its heads and positions."""
     prompt, texts = context_of(model, {**settings, "n_prompt": length}, seed=context)
     exact, bos = convert_prompt(model, prompt), bos_alone(model, prompt)
@@ -451,5 +452,6 @@ def draw(table: pd.DataFrame, model: str) -> Figure:
     shown = shown.assign(low=error - interval.clip(upper=0.95 * error), high=error + interval)
     lines = {DROPPED: float(table.loc[table["method"] == DROPPED, "relative_error"].mean())}
     title = f"What replaces a prompt of {model}: error of the logits, bands: 95 % over contexts"
-    how: dict[str, Any] = dict(by="method", panel="prompt_tokens", title=title, lines=lines, log="xy")
-    return draw_panels(shown, "stored_numbers", "relative_error", **how)
+    return draw_panels(
+        shown, "stored_numbers", "relative_error", by="method", panel="prompt_tokens", title=title, lines=lines, log="xy"
+    )

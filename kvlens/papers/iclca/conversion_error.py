@@ -11,7 +11,7 @@ Each is measured twice, with the features, states and sums of linear attention i
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ NOTICEABLE = 0.01
 ADDED, BEHIND = "their biases added", "the second read again behind the bias of the first"
 
 
-def _size(name: str, n_layers: int, d_model: int, d_head: int, pairs: int, batch: int) -> dict[str, Any]:
+def _size(name: str, n_layers: int, d_model: int, d_head: int, pairs: int, batch: int) -> dict[str, object]:
     return dict(name=name, n_layers=n_layers, d_model=d_model, d_head=d_head, pairs=pairs, batch=batch)
 
 
@@ -238,7 +238,7 @@ def compare_sizes(errors: pd.DataFrame) -> Iterator[Comparison]:
     yield Comparison.tested_on(what, claim, growth, 2.0, paper=2.0)
 
 
-def compare_bias_sizes(sizes: Sequence[Mapping[str, Any]], errors: pd.DataFrame) -> Iterator[Comparison]:
+def compare_bias_sizes(sizes: Sequence[Settings], errors: pd.DataFrame) -> Iterator[Comparison]:
     """Sec. 1: the numbers of b_KV and b_D, d_head + 1 for each dimension of a layer, over those of the model.
 
     With MLPs of 4 d_model a layer has 12 d_model^2 weights, so the share is about one in 12 n_heads. The verdict is about all

@@ -15,7 +15,6 @@ for llama2.c checkpoints, help pages for shipped models; ``--set texts=facts`` c
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import torch
@@ -123,7 +122,7 @@ def gpt2_text(settings: Settings, tell: Tell) -> Reproduction:
     else:
         model = hooked_model(settings["model"], tokenizer=settings["tokenizer"], device="cpu")
     pairs = PAIRS_BY_KIND[kind][: settings["n_pairs"]]
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     for number, pair in enumerate(pairs):
         rows += [{"pair": number, "prompt": pair[0], "text": pair[1], **row} for row in read(model, pair, settings, number)]
         tell(f"pair {number + 1} of {len(pairs)}: {pair[0].splitlines()[0]}")
@@ -137,7 +136,7 @@ def gpt2_text(settings: Settings, tell: Tell) -> Reproduction:
     )
 
 
-def read(model: HookedKVTransformer, pair: PromptAndText, settings: Settings, number: int) -> Iterator[dict[str, Any]]:
+def read(model: HookedKVTransformer, pair: PromptAndText, settings: Settings, number: int) -> Iterator[dict[str, object]]:
     """Yield a row for each way: the generated text, and the error of its logits relative to those with the prompt.
 
     The converted model reads the text without a BOS, since the prompt had one; the model without the prompt gets a BOS.
@@ -175,8 +174,10 @@ def biases(
 def linearized(model: HookedKVTransformer, bias: KVBias) -> HookedKVTransformer:
     """A copy of the model with linear attention: every token has the random features that the prompt has in ``bias``."""
     draws = bias.stacked("projection")
-    changes: dict[str, Any] = dict(attention="linear", feature_map="random", n_random_features=draws.shape[-2])
-    copy = HookedKVTransformer.from_hooked_transformer(model, **changes).eval().requires_grad_(False)
+    copy = HookedKVTransformer.from_hooked_transformer(
+        model, attention="linear", feature_map="random", n_random_features=draws.shape[-2]
+    )
+    copy.eval().requires_grad_(False)
     for block, draw in zip(copy.blocks, draws, strict=True):
         block.attn.feature_map.projection.copy_(draw)
     return copy
@@ -185,8 +186,9 @@ def linearized(model: HookedKVTransformer, bias: KVBias) -> HookedKVTransformer:
 def generated(model: HookedKVTransformer, tokens: Int[Tensor, " pos"], n: int) -> Int[Tensor, " new"]:
     """The greedy continuation of ``tokens``."""
     end = model.tokenizer.eos_token_id is not None
-    how: dict[str, Any] = dict(do_sample=False, stop_at_eos=end, return_type="tokens", verbose=False)
-    whole = model.generate(tokens[None], max_new_tokens=n, **how)
+    whole = model.generate(
+        tokens[None], max_new_tokens=n, stop_at_eos=end, do_sample=False, return_type="tokens", verbose=False
+    )
     return whole[0, len(tokens) :].clone()
 
 
@@ -195,7 +197,9 @@ def _last_logits(model: HookedKVTransformer, tokens: Int[Tensor, " pos"], n: int
     return model(tokens[None], attention_mask=torch.ones_like(tokens[None]))[0, -n:].double()
 
 
-def _row(model: HookedKVTransformer, way: str, new_text: Tensor, old_text: Tensor, new: Tensor, old: Tensor) -> dict[str, Any]:
+def _row(
+    model: HookedKVTransformer, way: str, new_text: Tensor, old_text: Tensor, new: Tensor, old: Tensor
+) -> dict[str, object]:
     same = min(len(new_text), len(old_text))
     differ = (new_text[:same] != old_text[:same]).nonzero()
     return {

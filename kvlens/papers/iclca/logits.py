@@ -1,15 +1,12 @@
 """Prompts and texts that a model writes, its logits after a prompt, and errors of logits."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.errors import KVLensError
 from kvlens.model import HookedKVTransformer
-from kvlens.papers.harness.run import hooked_model
+from kvlens.papers.harness.run import Settings, hooked_model
 
 TEXTS_AT_ONCE = 16
 
@@ -48,7 +45,7 @@ def divergences(new: Float[Tensor, "*token vocab"], old: Float[Tensor, "*token v
     return (log_old.exp() * (log_old - log_new)).sum(dim=-1)
 
 
-def writing_model(settings: Mapping[str, Any]) -> HookedKVTransformer:
+def writing_model(settings: Settings) -> HookedKVTransformer:
     """Load a softmax model that can write its own prompts."""
     model = hooked_model(settings["model"], tokenizer=settings["tokenizer"])
     if model.cfg.attention != "softmax" or model.tokenizer is None or model.tokenizer.bos_token_id is None:
@@ -59,7 +56,7 @@ def writing_model(settings: Mapping[str, Any]) -> HookedKVTransformer:
     return model
 
 
-def context_of(model: HookedKVTransformer, settings: Mapping[str, Any], seed: int) -> tuple[Tensor, Tensor]:
+def context_of(model: HookedKVTransformer, settings: Settings, seed: int) -> tuple[Tensor, Tensor]:
     """A prompt [pos] that the model wrote from its BOS, and continuations [text, pos] of it."""
     generator = torch.Generator().manual_seed(1_000 + seed)
     bos = torch.tensor([[model.tokenizer.bos_token_id]], device=model.W_E.device)

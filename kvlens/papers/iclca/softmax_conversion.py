@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pandas as pd
 import torch
@@ -91,7 +91,7 @@ class Way(NamedTuple):
 def softmax_conversion(settings: Settings, tell: Tell) -> Reproduction:
     """Convert every context by every method, and measure."""
     model = writing_model(settings)
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     first, n_contexts = settings["first_context"], settings["n_contexts"]
     for context in range(first, first + n_contexts):
         prompt, texts = context_of(model, settings, seed=context)
@@ -124,7 +124,7 @@ def softmax_conversion(settings: Settings, tell: Tell) -> Reproduction:
     )
 
 
-def _progress(rows: list[dict[str, Any]]) -> str:
+def _progress(rows: list[dict[str, object]]) -> str:
     """The last context's errors of the landmark methods, by keys per head."""
     last = [row for row in rows if row["context"] == rows[-1]["context"] and row["method"] in (LOGITS, POLISHED)]
     return ", ".join(f"{row['method']}, {row['keys_per_head']} keys: {row['relative_error']:.2%}" for row in last)
@@ -138,7 +138,7 @@ def ways(settings: Settings, seed: int) -> Iterator[Way]:
         return dict(seed=seed, n_continuations=n, continuation_length=settings["n_text"], n_held_out=0)
 
     few = texts(least)
-    kinds: dict[str, Any] = {IID: "iid", ORTHOGONAL: "orthogonal"}
+    kinds: dict[str, Literal["iid", "orthogonal"]] = {IID: "iid", ORTHOGONAL: "orthogonal"}
     for (name, kind), m in itertools.product(kinds.items(), settings["random"]):
         yield Way(name, m, least, RandomProjections(n_features=m, random_feature_kind=kind, **few))
     if settings["taylor"]:
@@ -206,7 +206,9 @@ def _distilled(
     seen = sampled(model, prompt.expand(n, -1), settings["n_text"], generator)[:, len(prompt) :]
     bias, old = convert_prompt(model, prompt), prompted_logits(model, prompt, texts)
     asked = dict(rank=None, which=lambda name: True, steps=steps, learning_rates=settings["distil_rates"], seed=seed)
-    runs: list[tuple[str, Any, KVBias | None]] = [(DISTILLED[objective], objective, None) for objective in OBJECTIVES]
+    runs: list[tuple[str, DistillationObjective, KVBias | None]] = [
+        (DISTILLED[objective], objective, None) for objective in OBJECTIVES
+    ]
     runs += [(name, "distributions", start) for name, start in starts.items()]
     target = math.inf
     for method, objective, start in runs:
@@ -303,5 +305,5 @@ def draw(table: pd.DataFrame) -> Figure:
     shown, lines = table[table["method"] != DROPPED], {DROPPED: float(table.set_index("method").loc[DROPPED, "relative_error"])}
     more = shown["n_continuations"].map(", {} continuations".format).where(shown["method"].isin((EQUAL, LOGITS)), "")
     title = "Size and error of converted softmax prompts, on text not used for fitting"
-    how: dict[str, Any] = dict(by="method", title=title, lines=lines, log="xy")
-    return draw_panels(shown.assign(method=shown["method"] + more), "stored_numbers", "relative_error", **how)
+    shown = shown.assign(method=shown["method"] + more)
+    return draw_panels(shown, "stored_numbers", "relative_error", by="method", title=title, lines=lines, log="xy")

@@ -37,7 +37,7 @@ negligible weight.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -103,7 +103,7 @@ def weights_to_prompt(settings: Settings, tell: Tell) -> Reproduction:
     """Imitate several weight changes with every number of keys."""
     model = hooked_model(settings["model"], tokenizer=settings["tokenizer"], device="cpu")
     check_imitable(model)
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     for seed in range(settings["n_changes"]):
         for part in PARTS:
             rows += [{"change": seed, "part": part, **row} for row in _imitate(model, part, settings, seed)]
@@ -137,7 +137,7 @@ def _imitate(model: HookedKVTransformer, part: str, settings: Settings, seed: in
     aim, before = _logits(changed, unseen), _logits(model, unseen)
     size = float((before - aim).norm() / aim.norm())
 
-    def row(way: str, r: int, bias: KVBias) -> dict[str, Any]:
+    def row(way: str, r: int, bias: KVBias) -> dict[str, object]:
         with model.holding(bias):
             left = float((_logits(model, unseen) - aim).norm() / (before - aim).norm())
         return {"way": way, "keys_per_head": r, "size_of_change": size, "left": left}
@@ -227,8 +227,16 @@ def descended(
         off = logits - logits.mean(dim=-1, keepdim=True) - aim[rows]
         return off.square().sum() / (before[rows] - aim[rows]).square().sum()
 
-    how: dict[str, Any] = dict(n_rows=len(texts), rows_per_step=TEXTS_PER_STEP, steps=steps, generator=generator)
-    for step, _ in enumerate(descend(free, loss_on, learning_rate=FREE_RATE, **how), start=1):
+    descent = descend(
+        free,
+        loss_on,
+        n_rows=len(texts),
+        rows_per_step=TEXTS_PER_STEP,
+        steps=steps,
+        learning_rate=FREE_RATE,
+        generator=generator,
+    )
+    for step, _ in enumerate(descent, start=1):
         if step % SHOWN == 0 or step == steps:
             with torch.no_grad():
                 now = bias()
@@ -511,5 +519,5 @@ def compare(changes: pd.DataFrame) -> Iterator[Comparison]:
 def draw(table: pd.DataFrame) -> Figure:
     """Plot the share left against keys per head, a panel for each part of the model."""
     title = "Virtual keys instead of a change of the weights, on unseen text: share of the change that is left"
-    how: dict[str, Any] = dict(by="way", panel="part", title=title, lines={"nothing imitated": 1.0}, log="x", ticks=True)
-    return draw_panels(table.rename(columns={"min": "low", "max": "high"}), "keys_per_head", "mean", **how)
+    shown, lines = table.rename(columns={"min": "low", "max": "high"}), {"nothing imitated": 1.0}
+    return draw_panels(shown, "keys_per_head", "mean", by="way", panel="part", title=title, lines=lines, log="x", ticks=True)

@@ -11,7 +11,6 @@ step than needed; any of the steps must give the requested variable its correct 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pandas as pd
 import torch
@@ -88,7 +87,9 @@ def cells(settings: Settings) -> Iterator[Cell]:
         )
 
 
-def examine(task: ArithmeticTask, n_problems: int, label: str, seed: int, model: HookedKVTransformer) -> list[dict[str, Any]]:
+def examine(
+    task: ArithmeticTask, n_problems: int, label: str, seed: int, model: HookedKVTransformer
+) -> list[dict[str, object]]:
     """One row for each number of operations."""
     fixed = dict(max_ops=task.max_ops, test_ops=task.test_ops, chance=task.chance)
     return [
@@ -106,8 +107,15 @@ def answer_accuracy(model: HookedKVTransformer, task: ArithmeticTask, n_ops: int
     answer = question + solution - 1  # its position in the text; it is predicted one position earlier
     device = next(model.parameters()).device
     inputs, right = inputs[:, :answer].to(device), targets[:, answer - 1].to(device)
-    how: dict[str, Any] = dict(do_sample=False, stop_at_eos=False, prepend_bos=False, return_type="tokens", verbose=False)
-    text = model.generate(inputs[:, :question], max_new_tokens=solution + STEP_LENGTH, **how)
+    text = model.generate(
+        inputs[:, :question],
+        max_new_tokens=solution + STEP_LENGTH,
+        stop_at_eos=False,
+        do_sample=False,
+        prepend_bos=False,
+        return_type="tokens",
+        verbose=False,
+    )
     asked = inputs[:, question - 2]  # "? v :"
     return float(exact.some_step_answers(text[:, question:], asked, right).double().mean())
 

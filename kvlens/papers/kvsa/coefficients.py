@@ -13,7 +13,7 @@ Other models are shipped ones, or folders. How heads were early in training is t
 
 import re
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -119,7 +119,7 @@ def train_sources(train: Settings, tell: Tell) -> list[Source]:
     """Train a model on text with every seed; kept runs of the free form of ``variants`` are the same runs."""
     sources: list[Source] = []
 
-    def keep(label: str, seed: int, trained: Any) -> list[dict[str, Any]]:
+    def keep(label: str, seed: int, trained: HookedKVTransformer) -> list[dict[str, object]]:
         sources.append(Source(label, trained, seed))
         return []
 
@@ -129,9 +129,9 @@ def train_sources(train: Settings, tell: Tell) -> list[Source]:
 
 def coefficients_of(source: Source) -> pd.DataFrame:
     """The coefficients as used, one row each: model, seed, layer, head, coefficient ("alpha_1" ...), value."""
-    shift: Any = source.model.cfg.kv_shift
+    shift = source.model.cfg.kv_shift
     found = {name: p.detach() for name, p in source.model.named_parameters() if PARAMETER.fullmatch(name)}
-    if {name.split(".")[-1][0] for name in found} != set(LETTERS):
+    if shift is None or {name.split(".")[-1][0] for name in found} != set(LETTERS):
         raise KVLensError(f"coefficients: {source.name!r} must shift both keys and values; its kv_shift is {shift}")
     tables = []
     for name, parameter in sorted(found.items()):

@@ -8,9 +8,8 @@ of exactly k hops; or, with ``mixed``, one model for all numbers of hops, as in 
 says how many lead to its answers.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import pandas as pd
 import torch
@@ -83,11 +82,11 @@ def cells(settings: Settings) -> Iterator[Cell]:
             yield Cell(task, models, dict(n_layers=n_layers, k=k), title=f"{layers(n_layers)}, k = {k}")
 
 
-def of_all_hops(settings: Settings, models: Mapping[str, Any], n_layers: int) -> Cell:
+def of_all_hops(settings: Settings, models: Mapping[str, Mapping[str, object]], n_layers: int) -> Cell:
     """Models that learn all numbers of hops up to the largest, and are examined on each."""
     task = HopsTask(k=max(settings["hops"]), mixed=True, **settings["task"])
 
-    def examine(label: str, seed: int, model: HookedKVTransformer) -> list[dict[str, Any]]:
+    def examine(label: str, seed: int, model: HookedKVTransformer) -> list[dict[str, object]]:
         by_hops = accuracies(model, task, settings["n_sequences"])
         return [dict(model=label, seed=seed, k=k, accuracy=by_hops[k]) for k in settings["hops"]]
 
@@ -128,14 +127,14 @@ def hops_made(final: pd.DataFrame) -> pd.DataFrame:
     return runs.assign(hops=steps * part.groupby(by_run).cummin()).groupby(keys, as_index=False)["hops"].sum()
 
 
-def untrained(curves: pd.DataFrame, chances: Mapping[int, float]) -> dict[Any, str | None]:
+def untrained(curves: pd.DataFrame, chances: Mapping[int, float]) -> dict[Hashable, str | None]:
     """Say by depth why plain layers that do not learn a number of hops may be too little trained, not too few; or None.
 
     They must have learned the smallest number of hops (or half of all, where one model learns all). At the others, their curve
     must be flat, and so must that of a model that is behind them.
     """
     goals = {k: Goal(chance, best=1.0, y="accuracy") for k, chance in chances.items()}
-    found: dict[Any, str | None] = {}
+    found: dict[Hashable, str | None] = {}
     for depth, rows in of_heldout(curves).groupby("n_layers"):
         runs, easiest = dict(list(rows.groupby(["k", "model"]))), rows["k"].min()
         found[depth] = goals[easiest].why_not_learned(runs[easiest, PLAIN], f"{PLAIN}, {layers(depth)}, k = {easiest},")
@@ -145,7 +144,7 @@ def untrained(curves: pd.DataFrame, chances: Mapping[int, float]) -> dict[Any, s
     return found
 
 
-def compare(final: pd.DataFrame, why: Mapping[Any, str | None]) -> Iterator[Comparison]:
+def compare(final: pd.DataFrame, why: Mapping[Hashable, str | None]) -> Iterator[Comparison]:
     """Hops made and accuracy at each depth; ``final`` has one row per run."""
     for depth, rows in final.groupby("n_layers", sort=False):
         what = (

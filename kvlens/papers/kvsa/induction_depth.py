@@ -9,7 +9,6 @@ of steps, so two and four of them are compared on blocks of tokens that repeat, 
 """
 
 import math
-from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -22,7 +21,7 @@ from kvlens.papers.kvsa.models import LLAMA_BLOCKS, steps_in_words
 from kvlens.tasks import make_task
 
 SHIFT_1, PLAIN_1, PLAIN_2, PLAIN_4 = "1 layer, KV shift", "1 layer, plain", "2 layers, plain", "4 layers, plain"
-MODELS: dict[str, dict[str, Any]] = {
+MODELS: dict[str, dict[str, object]] = {
     SHIFT_1: dict(n_layers=1, kv_shift=True),
     PLAIN_2: dict(n_layers=2),
     PLAIN_1: dict(n_layers=1),

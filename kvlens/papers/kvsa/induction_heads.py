@@ -13,11 +13,12 @@ with E the attention to tokens, the shift of values included. It is 1 for an ind
 does not change it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import partial
 from typing import Any
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from kvlens.analyses import induction_heads as score_heads
 from kvlens.model import HookedKVTransformer
@@ -30,7 +31,7 @@ from kvlens.tasks import make_task
 from kvlens.training import build_model
 
 SHIFT_1, SHIFT_2, PLAIN_2 = "1 layer, KV shift", "2 layers, KV shift", "2 layers, plain"
-MODELS: dict[str, dict[str, Any]] = {
+MODELS: dict[str, dict[str, object]] = {
     SHIFT_1: dict(n_layers=1, kv_shift=True),
     SHIFT_2: dict(n_layers=2, kv_shift=True),
     PLAIN_2: dict(n_layers=2),
@@ -80,7 +81,7 @@ def cells(settings: Settings) -> Iterator[Cell]:
     blocks, n_texts = make_task("induction", **settings["task"]), settings["n_texts"]
     models = {label: {**settings["model"], **own} for label, own in MODELS.items()}
 
-    def examine(label: str, seed: int, model: HookedKVTransformer) -> list[dict[str, Any]]:
+    def examine(label: str, seed: int, model: HookedKVTransformer) -> list[dict[str, object]]:
         start = build_model(blocks, {**models[label], "seed": seed})
         rows = head_rows(start, model, n_texts, settings["task"]["length"] // 2)
         return [dict(model=label, seed=seed, **row) for row in rows]
@@ -108,13 +109,13 @@ def coefficients(attn: Any, head: int) -> tuple[list[float], list[float]]:
     return attn.k_shift_coef[head].tolist(), attn.v_shift_coef[head].tolist()
 
 
-def untrained(curves: pd.DataFrame, settings: Settings) -> dict[Any, str | None]:
+def untrained(curves: pd.DataFrame, settings: Settings) -> dict[Hashable, str | None]:
     """Say by model why the runs have not learned it; or None."""
     goal = Goal(make_task("induction", **settings["task"]).chance, best=1.0, share=0.9, y="accuracy")
     return {label: goal.why_not_learned(own, str(label)) for label, own in of_heldout(curves).groupby("model")}
 
 
-def compare(heads: pd.DataFrame, why: dict[Any, str | None]) -> Iterator[Comparison]:
+def compare(heads: pd.DataFrame, why: dict[Hashable, str | None]) -> Iterator[Comparison]:
     """Compare both statements, tested seed by seed; ``why`` is that of `untrained`."""
     yield compare_starts(heads[heads["model"] == SHIFT_1]).unless(why[SHIFT_1])
     for label in (SHIFT_1, SHIFT_2):
@@ -143,7 +144,7 @@ def compare_gaps(heads: pd.DataFrame, label: str) -> Comparison:
     return Comparison.tested_on(what, claim, differences_by_seed(gaps, label, PLAIN_2, "score"), ours=ours)
 
 
-def draw(heads: pd.DataFrame) -> Any:
+def draw(heads: pd.DataFrame) -> Figure:
     """Each head's score against the distance of its start from the induction head."""
     shown = heads[heads["model"] == SHIFT_1]
     shown = shown.assign(start=(shown["alpha_1"] ** 2 + (1 - shown["beta_1"]) ** 2) ** 0.5)

@@ -32,7 +32,7 @@ from kvlens.training import TrainResult, build_model, train
 
 SHIFT_1, PLAIN_2 = "1 layer, KV shift", "2 layers, plain"
 PLACES = {f"1 layer, shift {place} {part}": (place, part) for part in ("Norm", "Add") for place in ("before", "after")}
-MODELS: dict[str, dict[str, Any]] = {
+MODELS: dict[str, dict[str, object]] = {
     SHIFT_1: dict(n_layers=1, kv_shift=True),
     PLAIN_2: dict(n_layers=2),
     **{label: dict(n_layers=1) for label in PLACES},

@@ -16,7 +16,6 @@ token, (1, 0), is an end of descent, too: it has the lower loss, and continues A
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import matplotlib
 import pandas as pd
@@ -166,7 +165,7 @@ def descend(
     start: Sequence[float],
     step_size: float,
     max_steps: int,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     """Gradient descent on the model's own loss; one row per step, including the start, until it stops moving.
 
     Args:

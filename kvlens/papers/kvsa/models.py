@@ -5,9 +5,7 @@ page (:mod:`kvlens.papers.kvsa`) the options that set those that do not depend o
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -15,10 +13,11 @@ from torch import Tensor
 
 from kvlens.papers.harness import plots
 from kvlens.papers.harness.learned import Goal
+from kvlens.papers.harness.run import Settings
 from kvlens.tasks.text import TextTask
 
 PLAIN, SHIFTED = "plain", "KV shift"
-MODELS: dict[str, dict[str, Any]] = {PLAIN: dict(kv_shift=False), SHIFTED: dict(kv_shift=True)}
+MODELS: dict[str, dict[str, object]] = {PLAIN: dict(kv_shift=False), SHIFTED: dict(kv_shift=True)}
 """Label -> fields of the model's config."""
 MODEL_COLORS = {PLAIN: plots.PLAIN_COLOR, SHIFTED: plots.SHIFTED_COLOR}
 
@@ -50,18 +49,18 @@ def frequency_loss(train: Int[Tensor, " train"], heldout: Int[Tensor, " heldout"
     return float(-(counts / counts.sum()).log()[heldout].mean())
 
 
-def text_goal(text: Mapping[str, Any]) -> Goal:
+def text_goal(text: Settings) -> Goal:
     """What there is to learn from a text (fields of a task) beyond the frequencies of its tokens."""
     task = TextTask(**text)
     return Goal(frequency_loss(task.windows["train"].tokens, task.windows["heldout"].tokens, task.d_input), share=SHARE)
 
 
-def tokens_seen(settings: Mapping[str, Any]) -> str:
+def tokens_seen(settings: Settings) -> str:
     """The number of tokens of one training run, from an experiment's settings."""
     return f"{settings['training']['steps'] * settings['training']['batch_size'] * settings['task']['length']:,}"
 
 
-def steps_in_words(settings: Mapping[str, Any]) -> str:
+def steps_in_words(settings: Settings) -> str:
     """How steps differ from the paper's (app. G)."""
     return (
         f"A step takes {settings['training']['batch_size']} sequences, at the rate of {settings['rates']} that is best for the "
@@ -87,13 +86,13 @@ class PrintedSize:
     learning_rate: float
     warmup_steps: int
 
-    def model(self) -> dict[str, Any]:
+    def model(self) -> dict[str, object]:
         """Fields of the model's config; ``kv_shift`` is added to them (`MODELS`)."""
         size = dict(n_layers=self.n_layers, d_model=self.d_model, d_head=128, n_heads=self.d_model // 128, d_mlp=self.d_mlp)
         keys = dict(n_key_value_heads=self.n_kv_heads) if self.n_kv_heads < self.d_model // 128 else {}
         return dict(**size, **keys, n_ctx=self.n_ctx, d_vocab=self.d_vocab, rotary_base=100_000, **LLAMA_BLOCKS)
 
-    def training(self) -> dict[str, Any]:
+    def training(self) -> dict[str, object]:
         """Fields of :class:`kvlens.training.TrainSettings`."""
         steps = round(self.n_tokens / (self.batch_size * self.n_ctx))
         rate = dict(learning_rate=self.learning_rate, warmup_fraction=self.warmup_steps / steps)

@@ -5,9 +5,8 @@ the context. The paper's concern is that mixing neighboring tokens blurs them. M
 learn the same table.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import pandas as pd
 
@@ -20,8 +19,8 @@ from kvlens.tasks import make_task
 
 
 def _size(
-    label: str, vocab_size: int, length: int, model: dict[str, Any], rates: list[float], **training: object
-) -> dict[str, Any]:
+    label: str, vocab_size: int, length: int, model: Mapping[str, object], rates: list[float], **training: object
+) -> dict[str, object]:
     return dict(label=label, task=dict(vocab_size=vocab_size, length=length), model=model, rates=rates, training=training)
 
 
@@ -75,7 +74,7 @@ def cells(settings: Settings) -> Iterator[Cell]:
         )
 
 
-def untrained(heldout: pd.DataFrame) -> dict[Any, str | None]:
+def untrained(heldout: pd.DataFrame) -> dict[Hashable, str | None]:
     """Say by size what is too little trained: the plain model must have learned."""
     return {
         size: Goal(rows["chance"].iloc[0], best=1.0, y="accuracy").why_untrained(rows, PLAIN)
@@ -83,7 +82,7 @@ def untrained(heldout: pd.DataFrame) -> dict[Any, str | None]:
     }
 
 
-def compare(heldout: pd.DataFrame, why: Mapping[Any, str | None]) -> Iterator[Comparison]:
+def compare(heldout: pd.DataFrame, why: Mapping[Hashable, str | None]) -> Iterator[Comparison]:
     """Compare both models at each size; equal ones give no verdict, and the numbers show how far apart they may be."""
     pair = (SHIFTED, PLAIN, "accuracy")
     for size, rows in heldout.groupby("size", sort=False):

@@ -6,8 +6,7 @@ It has no constant for the entropy of text, so it only describes these sizes and
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping
 
 import numpy as np
 import pandas as pd
@@ -111,12 +110,12 @@ def power_law(n: object, loss: object) -> Float[np.ndarray, "*seed"]:
     return np.asarray(-np.polyfit(np.log(np.asarray(n, dtype=float)), np.log(np.asarray(loss, dtype=float)), 1)[0])
 
 
-def untrained(curves: pd.DataFrame, goal: Goal) -> dict[Any, str | None]:
+def untrained(curves: pd.DataFrame, goal: Goal) -> dict[Hashable, str | None]:
     """Say by size what is too little trained: the plain model must have learned."""
     return {size: goal.why_untrained(rows, PLAIN) for size, rows in of_heldout(curves).groupby("size", sort=False)}
 
 
-def compare(finals: pd.DataFrame, why: Mapping[Any, str | None]) -> list[Comparison]:
+def compare(finals: pd.DataFrame, why: Mapping[Hashable, str | None]) -> list[Comparison]:
     """The losses at each size."""
     claim = "KV shift has the lower loss at every size (figs. 4 and 6)"
     what, by_size = "held-out loss of the plain model above the shifted one's, {}, nats", finals.groupby("size", sort=False)
@@ -125,7 +124,7 @@ def compare(finals: pd.DataFrame, why: Mapping[Any, str | None]) -> list[Compari
     ]
 
 
-def compare_sizes(finals: pd.DataFrame, why: Mapping[Any, str | None]) -> list[Comparison]:
+def compare_sizes(finals: pd.DataFrame, why: Mapping[Hashable, str | None]) -> list[Comparison]:
     """Whether the losses fall with size, and whether the gain of KV shift persists; nothing for a single size."""
     order = finals.groupby("size")["non_embedding"].min().sort_values().index
     if len(order) < 2:
@@ -149,7 +148,7 @@ def compare_sizes(finals: pd.DataFrame, why: Mapping[Any, str | None]) -> list[C
     return [*found, lasts.unless(why.get(smallest) or why.get(largest))]
 
 
-def compare_course(course: pd.DataFrame, why: Mapping[Any, str | None]) -> Comparison:
+def compare_course(course: pd.DataFrame, why: Mapping[Hashable, str | None]) -> Comparison:
     """Fig. 7b: whether the gain of KV shift shrinks while the largest model trains on, from half of the steps to the end."""
     heldout = of_heldout(course)
     largest = heldout.loc[heldout["non_embedding"].idxmax(), "size"]

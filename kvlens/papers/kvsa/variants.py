@@ -7,7 +7,6 @@ with that of the free form (the paper shows training losses, of runs that see no
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import pandas as pd
 from matplotlib.figure import Figure
@@ -22,7 +21,7 @@ from kvlens.tasks.text import TextTask
 
 FREE = "keys + values (free)"
 NONE = "no shift"
-VARIANTS: dict[str, dict[str, Any] | None] = {
+VARIANTS: dict[str, dict[str, object] | None] = {
     NONE: None,
     FREE: {},
     "gate": {"parametrization": "gate"},

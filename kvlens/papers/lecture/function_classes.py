@@ -16,7 +16,7 @@ perform on prompts longer than in training.
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pandas as pd
 import torch
@@ -554,7 +554,8 @@ def draw(error: pd.DataFrame) -> Figure:
         relative_error=error["relative_error"].clip(lower=LOWEST / 10),
     )
     title = "Error on new functions over that of always saying 0"
-    how: dict[str, Any] = dict(by="predictor", panel="functions", title=title, colors=COLORS, log="y")
-    figure = draw_panels(shown, "n_examples", "relative_error", **how)
+    figure = draw_panels(
+        shown, "n_examples", "relative_error", by="predictor", panel="functions", title=title, colors=COLORS, log="y"
+    )
     figure.axes[0].set_ylim(LOWEST, 3)
     return figure
