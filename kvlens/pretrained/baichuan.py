@@ -205,14 +205,14 @@ def _check_tensors(tensors: Mapping[str, Tensor], n_layers: int, head: str) -> N
             raise KVLensError(f"{_REFUSE}stores {name} as {tensor.dtype}: a quantized model cannot be converted")
 
 
-def _positive(config: Mapping[str, Any], name: str) -> int:
+def _positive(config: Mapping[str, object], name: str) -> int:
     value = config.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise KVLensError(f"{_REFUSE}needs a positive integer {name} in its config.json, got {value!r}")
     return value
 
 
-def conv_window_of(config: Mapping[str, Any]) -> int:
+def conv_window_of(config: Mapping[str, object]) -> int:
     """How many tokens a key is mixed from, itself included (kvlens' shift window and 1 more)."""
     return _positive({"conv_window": 2, **config}, "conv_window")
 
@@ -224,7 +224,7 @@ def _sliding_window_layers(config: Mapping[str, Any], n_layers: int) -> list[int
     return layers
 
 
-def _own_heads_of_windows(config: Mapping[str, Any]) -> dict[str, Any]:
+def _own_heads_of_windows(config: Mapping[str, object]) -> dict[str, object]:
     """The numbers of heads in sliding-window layers, which are the others' where they are not given."""
     names = ("attention_heads", "key_value_heads")
     return {f"num_swa_{name}": config.get(f"num_swa_{name}") or config[f"num_{name}"] for name in names}

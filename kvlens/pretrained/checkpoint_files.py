@@ -100,7 +100,7 @@ def check_checkpoint(door: str, folder: Path) -> int:
     return sum(size for *_, size in stored)
 
 
-def check_positions(door: str, config: Mapping[str, Any]) -> None:
+def check_positions(door: str, config: Mapping[str, object]) -> None:
     """Raise KVLensError where a configuration, as a dict, has no room for a single token."""
     for part, field in _fields(config, POSITIONS):
         n = part[field]
@@ -108,7 +108,7 @@ def check_positions(door: str, config: Mapping[str, Any]) -> None:
             raise KVLensError(f"{door}: {field} of the configuration is {brief(n)}; expected at least one position")
 
 
-def check_known_ranges(door: str, config: Mapping[str, Any]) -> None:
+def check_known_ranges(door: str, config: Mapping[str, object]) -> None:
     """Raise KVLensError where a configuration, as a dict, has a number that no model has, such as infinity."""
     for part, field in _fields(config, KNOWN_RANGES):
         value, (low, high) = part[field], KNOWN_RANGES[field]
@@ -119,7 +119,7 @@ def check_known_ranges(door: str, config: Mapping[str, Any]) -> None:
             )
 
 
-def check_architectures(door: str, config: Mapping[str, Any]) -> None:
+def check_architectures(door: str, config: Mapping[str, object]) -> None:
     """Raise KVLensError unless ``architectures`` of a configuration, where there is one, is a list of names."""
     names = config.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from transformers import (
@@ -34,6 +34,8 @@ from kvlens.files import check_regular
 from kvlens.pretrained.checkpoint_files import begins_with, check_counts, check_positions
 from kvlens.pretrained.transformers_model import read_config, read_model
 from kvlens.tokenizer import with_bos_in_front
+
+V = TypeVar("V")
 
 modeling_gguf_pytorch_utils.tqdm = logging.tqdm  # the bar that without_progress_bars switches off
 MAGIC = b"GGUF"
@@ -71,7 +73,7 @@ class Header(NamedTuple):
         end: how many bytes all this takes.
     """
 
-    entries: dict[str, Any]
+    entries: dict[str, object]
     tensors: dict[str, StoredWeights]
     end: int
 
@@ -230,8 +232,8 @@ class _Reader:
             )
         return Header(entries, tensors, self.at)
 
-    def named(self, n: int, read: Callable[[], Any]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
+    def named(self, n: int, read: Callable[[], V]) -> dict[str, V]:
+        found: dict[str, V] = {}
         for _ in range(n):
             name = self.string()
             if name in found:

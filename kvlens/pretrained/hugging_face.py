@@ -330,7 +330,11 @@ def _of_own_format(
 
 
 def _of_transformers(
-    source: Path | PreTrainedModel, official: str | None, kwargs: dict[str, Any], options: dict[str, Any], verify: bool | None
+    source: Path | PreTrainedModel,
+    official: str | None,
+    kwargs: dict[str, object],
+    options: dict[str, object],
+    verify: bool | None,
 ) -> PretrainedParts:
     """Everything but the tokenizer, from a folder or a loaded model."""
     config, n_stored = _own_config(source)
@@ -443,7 +447,7 @@ def _convert_baichuan_m1(
     return cfg, weights, checkpoint
 
 
-def _check_options(tokenizer: object, device: object, sizes: Mapping[str, Any]) -> None:
+def _check_options(tokenizer: object, device: object, sizes: Mapping[str, object]) -> None:
     """Raise KVLensError for arguments of the wrong type; None is always allowed."""
     if tokenizer is not None and not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise KVLensError(f"from_pretrained: tokenizer must be a loaded tokenizer of transformers, got {brief(tokenizer)}")
@@ -452,7 +456,7 @@ def _check_options(tokenizer: object, device: object, sizes: Mapping[str, Any]) 
         ensure(f"from_pretrained: {name}", int | None, size)
 
 
-def _check_arguments(model_name: str | Path, hf_model: object, kwargs: dict[str, Any]) -> None:
+def _check_arguments(model_name: str | Path, hf_model: object, kwargs: dict[str, object]) -> None:
     """Raise KVLensError for arguments that this way of loading does not support, before any file is read."""
     refuse_to_run_code(kwargs)
     for key in ("load_in_4bit", "load_in_8bit", "quantization_config"):

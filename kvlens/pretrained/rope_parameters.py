@@ -6,7 +6,6 @@ all layers or in global ones, by "llama3" in all. Anything else ("dynamic", "lon
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -26,7 +25,7 @@ def refused(architecture: str, name: str, value: object, why: str) -> KVLensErro
     )
 
 
-def rotary_fields(hf_config: PreTrainedConfig, architecture: str, attn_types: set[str], d_head: int) -> dict[str, Any]:
+def rotary_fields(hf_config: PreTrainedConfig, architecture: str, attn_types: set[str], d_head: int) -> dict[str, object]:
     """The fields of our configuration that say ``hf_config.rope_parameters``; none where there are none.
 
     Args:
@@ -81,7 +80,7 @@ def rotary_fields(hf_config: PreTrainedConfig, architecture: str, attn_types: se
     return fields
 
 
-def _llama3(parameters: Mapping[str, Any]) -> dict[str, object]:
+def _llama3(parameters: Mapping[str, object]) -> dict[str, object]:
     return {
         "use_NTK_by_parts_rope": True,
         "NTK_by_parts_factor": parameters["factor"],
@@ -91,7 +90,7 @@ def _llama3(parameters: Mapping[str, Any]) -> dict[str, object]:
     }
 
 
-def _yarn(hf_config: PreTrainedConfig, parameters: Mapping[str, Any], layer_type: str | None) -> dict[str, object]:
+def _yarn(hf_config: PreTrainedConfig, parameters: Mapping[str, object], layer_type: str | None) -> dict[str, object]:
     _, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](hf_config, layer_type=layer_type)  # from up to four parameters
     original = parameters["original_max_position_embeddings"]
     return {

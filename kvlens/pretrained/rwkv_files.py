@@ -386,7 +386,7 @@ def _config(given: Mapping[str, Any]) -> Rwkv56Config:
     )
 
 
-def _from_fla(config: Rwkv56Config, weights: dict[str, Tensor], given: Mapping[str, Any]) -> dict[str, Tensor]:
+def _from_fla(config: Rwkv56Config, weights: dict[str, Tensor], given: Mapping[str, object]) -> dict[str, Tensor]:
     """The weights by the names of :mod:`kvlens.pretrained.rwkv`; every tensor is used."""
 
     def norm(name: str) -> tuple[Tensor, Tensor]:

@@ -288,7 +288,7 @@ def _of_layers(hf_config: PreTrainedConfig, architecture: str) -> dict[str, obje
     return {"use_local_attn": True, "window_size": window, "attn_types": attn_types}
 
 
-def _of_parts(hf_config: PreTrainedConfig, architecture: str) -> dict[str, Any]:
+def _of_parts(hf_config: PreTrainedConfig, architecture: str) -> dict[str, object]:
     """What some configurations say of attention, experts and logits."""
     fields: dict[str, Any] = {
         "clip_qkv": getattr(hf_config, "clip_qkv", None),
