@@ -24,6 +24,7 @@ from einops import rearrange
 from jaxtyping import Float
 from torch import Tensor, nn
 from transformers import BertForSequenceClassification, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.bert.modeling_bert import BertSelfAttention
 
 from kvlens.components.heads import ACTIVATIONS
 from kvlens.errors import KVLensError
@@ -44,7 +45,7 @@ class VariantSelfAttention(nn.Module):
         seed: seed for the adapters' initial weights.
     """
 
-    def __init__(self, plain: Any, variant: AttentionVariantConfig, seed: int = 0):
+    def __init__(self, plain: BertSelfAttention, variant: AttentionVariantConfig, seed: int = 0):
         super().__init__()
         self.query, self.key, self.value, self.dropout = plain.query, plain.key, plain.value, plain.dropout
         self.n_heads, self.d_head, self.variant = plain.num_attention_heads, plain.attention_head_size, variant
@@ -101,7 +102,9 @@ def _adapter(projection: nn.Linear, settings: Augmented, generator: torch.Genera
     return nn.ParameterList(weights)
 
 
-def swap_self_attention(model: PreTrainedModel, variant: AttentionVariantConfig | dict[str, Any], seed: int = 0) -> Any:
+def swap_self_attention(
+    model: PreTrainedModel, variant: AttentionVariantConfig | dict[str, Any], seed: int = 0
+) -> PreTrainedModel:
     """Give every layer of a ``BertForSequenceClassification`` the variant, in place; return the model.
 
     Args:
@@ -129,7 +132,7 @@ def swap_self_attention(model: PreTrainedModel, variant: AttentionVariantConfig 
     return model
 
 
-def load_bert(folder: str | Path, seed: int = 0) -> tuple[Any, PreTrainedTokenizerBase]:
+def load_bert(folder: str | Path, seed: int = 0) -> tuple[BertForSequenceClassification, PreTrainedTokenizerBase]:
     """A ``BertForSequenceClassification`` with a new classifier, and its tokenizer, from a folder in Hugging Face's format.
 
     Nothing is fetched and no code of the folder is run.
@@ -168,7 +171,7 @@ def load_bert(folder: str | Path, seed: int = 0) -> tuple[Any, PreTrainedTokeniz
     return model.float(), tokenizer
 
 
-def _not_the_classifiers(key: str | tuple[Any, ...]) -> bool:
+def _not_the_classifiers(key: str | tuple[str, ...]) -> bool:
     return not (key if isinstance(key, str) else key[0]).startswith("classifier.")
 
 

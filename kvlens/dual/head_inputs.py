@@ -14,10 +14,12 @@ import torch
 from einops import repeat
 from jaxtyping import Float, Int
 from torch import Tensor
+from transformer_lens import ActivationCache
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import get_device_for_block_index
 
 from kvlens.checks import checked
+from kvlens.components import KVAttention
 from kvlens.errors import KVLensError
 from kvlens.model import Augmented, HeadsRead, HookedKVTransformer, KVModel, attention_parts, heads_per_layer, visit_heads
 from kvlens.model.protocol import PromptBatch
@@ -102,15 +104,16 @@ def read_layers(
     model.run_with_hooks(text, attention_mask=mask, return_type=None, fwd_hooks=hooks, stop_at_layer=stop)
 
 
-def _read_softmax(model: Any, text: Int[Tensor, "one pos"], visit: Callable[[int, LayerReading], None]) -> None:
+def _read_softmax(model: KVModel, text: Int[Tensor, "one pos"], visit: Callable[[int, LayerReading], None]) -> None:
     """As :func:`read_layers`, of all layers of another front end: one pass for queries, keys and values, another for z."""
     read, held = model.read_prompt(PromptBatch(text, None, has_batch=True), with_queries=True), dict[str, Tensor]()
+    queries = read.queries or []
 
     def keep(x: Tensor, hook: HookPoint) -> None:
         held[hook.name] = x
 
     def see(layer: int, heads: HeadsRead) -> None:
-        q, z = (x[0].double().transpose(0, 1) for x in (read.queries[layer], heads.z))
+        q, z = (x[0].double().transpose(0, 1) for x in (queries[layer], heads.z))
         k, v = (x[0].double().repeat_interleave(len(q) // x.shape[1], dim=0) for x in (read.keys[layer], read.values[layer]))
         terms = _softmax_terms(model, layer, held, q, k)
         visit(layer, LayerReading(q, k, v, z, **{"bias_features": k[:, :0], "bias_values": v[:, :0], **terms}))
@@ -132,7 +135,7 @@ def reading_hooks(model: HookedKVTransformer, layer: int) -> list[str]:
     return [f"blocks.{layer}.attn.{name}" for name in names]
 
 
-def layer_reading(model: HookedKVTransformer, layer: int, cache: Any) -> LayerReading:
+def layer_reading(model: HookedKVTransformer, layer: int, cache: ActivationCache) -> LayerReading:
     """The reading from a cache that holds :func:`reading_hooks`, of one text (batch 1)."""
 
     def get(name: str) -> Tensor:
@@ -226,7 +229,7 @@ def _has_bias(model: KVModel) -> bool:
     return model.attached_kv_bias is not None or getattr(model.cfg, "trainable_kv_bias", False)
 
 
-def _softmax_terms(model: KVModel, layer: int, cache: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
+def _softmax_terms(model: KVModel, layer: int, cache: ActivationCache, q: Tensor, k: Tensor) -> dict[str, Any]:
     part = attention_parts(model)[layer]
     rule, pos = part.score_rule(), q.shape[1]
     scores = q @ k.transpose(-1, -2) / rule.scale
@@ -248,8 +251,8 @@ def _softmax_terms(model: KVModel, layer: int, cache: Any, q: Tensor, k: Tensor)
     return dict(log_normalizer=log_normalizer, normalizer_sign=signs, scale=rule.scale, log_decay=log_decay, **rows)
 
 
-def _linear_terms(model: HookedKVTransformer, layer: int, cache: Any) -> dict[str, Any]:
-    attention: Any = model.blocks[layer].attn
+def _linear_terms(model: HookedKVTransformer, layer: int, cache: ActivationCache) -> dict[str, Any]:
+    attention: KVAttention = model.blocks[layer].attn
     at = f"blocks.{layer}.attn."
     z = cache[at + "hook_z"][0]
     if model.cfg.normalizer == "kernel":

@@ -20,6 +20,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from kvlens.checks import checked
+from kvlens.components import KVBlock
 from kvlens.dual.head_inputs import TokenRow, check_index
 from kvlens.dual.model import DualModel
 from kvlens.errors import KVLensError
@@ -84,7 +85,7 @@ class DualLayer:
         _check_block(model, exact)
         dual = DualModel.from_head(model, tokens, layer, head, query_pos, n_demonstrations)
         query = check_index("query_pos", query_pos, len(tokens))
-        block: Any = model.blocks[layer]
+        block: KVBlock = model.blocks[layer]
         read = _read_block(model, tokens, layer, query)
         W_O = block.attn.W_O.double()
         others = read["hook_z"].index_fill(0, torch.tensor(head, device=W_O.device), 0.0)

@@ -7,7 +7,7 @@ as baselines: without the story, any value of the kind that the question asks fo
 value belongs to which subject, any value of that kind in the story.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -249,7 +249,7 @@ class FactsTask(Task):
         """The word-level tokenizer of the stories."""
         return word_tokenizer(pronouns=self.pronoun_share > 0, hops=self.hops == 2)
 
-    def measure_more(self, model: Any, n_sequences: int, loss: float) -> dict[str, object]:
+    def measure_more(self, model: Any, n_sequences: int, loss: float) -> Mapping[str, object]:
         """Accuracy on stories of four and of eight (two hops: six) facts, and the accuracy of guessing."""
         if not isinstance(model, KVTransformerBridge):
             self._check_kind(model, HookedKVTransformer)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from jaxtyping import Int
@@ -118,7 +118,7 @@ class TextTask(Task):
             return {"source": "docstrings and help topics as installed", "tokens": tokens, **docs_corpus().summary()}
         return {"source": self.corpus, "tokens": tokens, "licences": {}, "tokens_hash": self.data_hash()}
 
-    def measure_more(self, model: Model, n_sequences: int, loss: float) -> dict[str, Any]:
+    def measure_more(self, model: Model, n_sequences: int, loss: float) -> Mapping[str, object]:
         """Bits per character; for linear attention also the gain from a converted context, if windows are long enough."""
         self._check_kind(model, HookedKVTransformer)
         assert isinstance(model, HookedKVTransformer)

@@ -115,7 +115,7 @@ class CheckpointFolder:
         path = self.path / SECONDS
         return float(ensure(f"train: {path}", Annotated[float, Within(0)], read_json("train", path))) if path.exists() else 0.0
 
-    def _parsed(self, header: Mapping[str, str]) -> tuple[dict[str, dict[str, Any]], dict[str, Any], list[int]]:
+    def _parsed(self, header: Mapping[str, str]) -> tuple[dict[str, dict[str, object]], dict[str, object], list[int]]:
         """Identity, progress and the watched steps, from the header."""
         what, names = "train: the checkpoint", ("identity", "progress", "watched_steps")
         identity, progress, steps = (parsed_json(what, self._file, header.get(name, "")) for name in names)
@@ -173,7 +173,7 @@ def run_name(run: Run) -> str:
     return f"{run.task.name}-{hashlib.sha256(known.encode()).hexdigest()[:24]}"
 
 
-def identity(run: Run) -> dict[str, dict[str, Any]]:
+def identity(run: Run) -> dict[str, dict[str, object]]:
     """The task, model and settings that identify a run."""
     cfg = {k: v for k, v in run.model.cfg.to_json().items() if k != "device"}
     task = {"name": run.task.name, **run.task.settings(), "data": run.task.data_hash()}
@@ -182,7 +182,7 @@ def identity(run: Run) -> dict[str, dict[str, Any]]:
     return known if loss is None else {**known, "loss": loss}
 
 
-def usual_values(run: Run) -> dict[str, dict[str, Any]]:
+def usual_values(run: Run) -> dict[str, dict[str, object]]:
     """The defaults of the fields of `identity`, as JSON values."""
     kinds: dict[str, Any] = {"task": run.task, "model": run.model.cfg, "setting": run.settings}
     return {

@@ -135,5 +135,6 @@ def write_hybrid(model: Qwen3_5ForCausalLM, task: Task, folder: Path, dtype: tor
     rounded = copy.deepcopy(model).to(dtype)
     rounded.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    task.built_tokenizer.save_pretrained(folder)
+    if tokenizer := task.built_tokenizer:
+        tokenizer.save_pretrained(folder)
     return [name for name in files_in(folder) if name != CONFIG]

@@ -39,8 +39,8 @@ class Recipe:
     name: str
     summary: str
     task: str
-    task_settings: Mapping[str, Any] = field(default_factory=dict)
-    model: Mapping[str, Any] = field(default_factory=dict)
+    task_settings: Mapping[str, object] = field(default_factory=dict)
+    model: Mapping[str, object] = field(default_factory=dict)
     training: Mapping[str, Any] = field(default_factory=dict)
     stored_dtype: str = "float32"
     architecture: str | None = None

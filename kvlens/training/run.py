@@ -38,6 +38,7 @@ from kvlens.checks import Count, Seed, Within, checked
 from kvlens.errors import KVLensError, nearest
 from kvlens.model import HookedKVTransformer
 from kvlens.tasks import Batch, Task
+from kvlens.tasks.task import Model
 
 
 @checked
@@ -136,7 +137,7 @@ class Loss(ABC):
     def score(self, model: Any, batch: Batch) -> Score:
         """Score ``model`` on one batch, which is on the model's device; the forward pass may run under autocast."""
 
-    def identity(self) -> dict[str, Any] | None:
+    def identity(self) -> dict[str, object] | None:
         """JSON values that distinguish a run with this loss from others; None for the task's default loss."""
         return {"name": type(self).__name__}
 
@@ -167,7 +168,7 @@ class CrossEntropy(Loss):
 class SquaredError(Loss):
     """The squared error of predicted numbers."""
 
-    def score(self, model: Any, batch: Batch) -> Score:
+    def score(self, model: Model, batch: Batch) -> Score:
         """Score the numbers at the scored positions."""
         batch = what_is_read(model, batch)
         predicted, wanted = in_float(model(batch.inputs)[batch.scored]), batch.targets[batch.scored]
@@ -190,7 +191,7 @@ def logits_at(model: HookedKVTransformer, inputs: Tensor, scored: Tensor) -> Flo
     return model(resid[None], start_at_layer=n_layers)[0]
 
 
-def what_is_read(model: Any, batch: Batch) -> Batch:
+def what_is_read(model: Model, batch: Batch) -> Batch:
     """``batch`` up to its last scored position: in a causal model, nothing behind it can change the loss."""
     scored = batch.scored.any(dim=0).nonzero()
     if model.cfg.attention_dir != "causal" or not len(scored):
@@ -285,7 +286,7 @@ class Run:
         watched: (step, values by parameter name), one entry per evaluation.
     """
 
-    def __init__(self, model: Any, task: Task, loss: Loss, settings: TrainSettings):
+    def __init__(self, model: Model, task: Task, loss: Loss, settings: TrainSettings):
         self.model, self.task, self.loss, self.settings = model, task, loss, settings
         self.progress = Progress()
         self.best: dict[str, Tensor] | None = None
@@ -396,9 +397,10 @@ def build_optimizer(model: nn.Module, settings: TrainSettings) -> torch.optim.Ad
     """AdamW over the trainable parameters, with weight decay on `decayed_parameters` only."""
     decayed = decayed_parameters(model)
     others = [p for name, p in model.named_parameters() if p.requires_grad and name not in decayed]
-    groups: list[dict[str, Any]] = [
-        {"params": list(decayed.values()), "weight_decay": settings.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=settings.betas, fused=True)
+    groups = [(list(decayed.values()), settings.weight_decay), (others, 0.0)]
+    return torch.optim.AdamW(
+        [dict(params=params, weight_decay=decay) for params, decay in groups if params],
+        lr=settings.learning_rate,
+        betas=settings.betas,
+        fused=True,
+    )

@@ -22,6 +22,7 @@ from kvlens.files import CARD, CONFIG, LIST, check_folder, list_files, plain, re
 from kvlens.files.parquet import table_bytes
 from kvlens.model.storage import MODEL_FOLDER, check_model_folder
 from kvlens.tasks import Task, make_task
+from kvlens.tasks.task import Model
 from kvlens.training.checkpoint import RUN_FOLDER, RUN_LOCK, check_run_folder, only_run_in
 from kvlens.training.hybrid import AnswerLoss, new_hybrid, train_hybrid, write_hybrid
 from kvlens.training.recipes import Recipe, build_model, find_recipe
@@ -56,7 +57,7 @@ def train_recipe(
     device: torch.device | str | None = None,
     restart: bool = False,
     progress: bool = True,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Train what ``recipe`` describes, and write run and model to ``folder``.
 
     Args:
@@ -110,7 +111,7 @@ def train_recipe(
 
 
 def facts_of(
-    recipe: Recipe, task: Task, model: nn.Module, result: TrainResult, config: dict[str, Any], heldout: dict[str, Any]
+    recipe: Recipe, task: Task, model: nn.Module, result: TrainResult, config: dict[str, object], heldout: dict[str, object]
 ) -> dict[str, object]:
     """The content of ``training.json``: recipe, sizes and held-out measurements of a saved model, as JSON values."""
     training = asdict(from_fields(TrainSettings, dict(recipe.training)))
@@ -132,7 +133,7 @@ def facts_of(
 
 
 @torch.no_grad()
-def measure(model: Any, task: Task, loss: Loss) -> dict[str, object]:
+def measure(model: Model | KVTransformerBridge, task: Task, loss: Loss) -> dict[str, object]:
     """Held-out loss and accuracy of a saved model, and the task's own measurements."""
     objective, heldout = ModelAndLoss(model.eval(), loss), task.heldout(MEASURED_SEQUENCES, MEASURE_SEED)
     total, correct, count = score_in_parts(objective, heldout, 32).tolist()
@@ -141,7 +142,7 @@ def measure(model: Any, task: Task, loss: Loss) -> dict[str, object]:
     return {**measured, **task.measure_more(model, MEASURED_SEQUENCES, total / count)}
 
 
-def write_beside(folder: Path, facts: dict[str, Any], result: TrainResult, also: Sequence[str] = ()) -> None:
+def write_beside(folder: Path, facts: dict[str, object], result: TrainResult, also: Sequence[str] = ()) -> None:
     """Write card, facts and metrics of the run into a model's folder, which lists them, and the files ``also``."""
     (folder / FACTS).write_text(json.dumps(plain(facts), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     (folder / CARD).write_text(model_card(facts), encoding="utf-8")

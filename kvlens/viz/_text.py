@@ -12,7 +12,6 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterable
-from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
@@ -130,7 +129,7 @@ LARGEST = 20_000
 """The most units of a value, so that none of the characters is half of a surrogate pair."""
 
 
-def quantized(values: Float[Tensor, "..."], *, full: float | None = None, levels: int = 999) -> dict[str, Any]:
+def quantized(values: Float[Tensor, "..."], *, full: float | None = None, levels: int = 999) -> dict[str, object]:
     """Values in row order as whole numbers q of a unit: q >= 0 is the character with the number `ZERO` + 2q, q < 0 that with
     `ZERO` - 2q - 1.
 

@@ -57,7 +57,7 @@ def attention_view(
     positions: Sequence[int] | None = None,
     n_left_out: int = 0,
     title: str = "attention patterns",
-    axes: Any = None,
+    axes: "Sequence[Axes] | np.ndarray | None" = None,
 ) -> Piece | Any:
     """Draw attention patterns by circuitsvis: a small map per head and one enlarged; hover to enlarge, click to keep.
 
@@ -90,7 +90,7 @@ def attention_view(
     square, labels, n_too_many = _square(values.nan_to_num(0.0, 0.0, 0.0), rows, marked, n_prompt, limit)
     top = rounded(strongest(square.flatten().tolist(), FULL_COLOR)) or 1.0
     if axes is not None:
-        _draw(list(np.ravel(axes))[: len(names)], square, labels, names, top)
+        _draw(list(np.asarray(axes).ravel())[: len(names)], square, labels, names, top)
         return axes
     notes = [f"full color at {number(top)}"]
     if n_prompt:
@@ -131,7 +131,7 @@ def attention_view_under_bias(
     heads: Sequence[int] | None = None,
     title: str | None = None,
     max_tokens: Annotated[int, Within(4)] | None = None,
-    axes: object = None,
+    axes: "Sequence[Axes] | np.ndarray | None" = None,
 ) -> Piece | Any:
     """Draw the attention of one layer's heads under a bias, to the prompt's tokens and the text's, by circuitsvis.
 
@@ -345,13 +345,13 @@ def _draw_arcs(ax: "Axes", data: dict[str, Any], title: str) -> "Axes":
         ax.add_patch(Arc((middle, 0), span, span, theta1=0, theta2=180, linewidth=width, linestyle=style, color=color))
     for i, token in enumerate(data["tokens"]):
         gray = "black" if i >= data["n_prompt"] else "dimgrey"
-        look: dict[str, Any] = dict(rotation=90, ha="center", va="top", fontsize=6, color=gray, parse_math=False)
-        ax.text(i, -0.6, printable(label(token))[:14], **look)
-    sizes: list[tuple[str, dict[str, Any]]] = [(f"{share:g}", dict(linewidth=0.3 + 3 * share)) for share in (0.1, 0.5, 1.0)]
+        name = printable(label(token))[:14]
+        ax.text(i, -0.6, name, rotation=90, ha="center", va="top", fontsize=6, color=gray, parse_math=False)
+    sizes = [(f"{share:g}", 0.3 + 3 * share, "-") for share in (0.1, 0.5, 1.0)]
     if any(shifted for *_, shifted in data["arcs"]):
-        sizes.append(("by the key shift", dict(linewidth=1.0, linestyle="--")))
-    for words, look in sizes:
-        ax.plot([], [], color=POSITIVE_COLOR, label=words, **look)
+        sizes.append(("by the key shift", 1.0, "--"))
+    for words, width, style in sizes:
+        ax.plot([], [], color=POSITIVE_COLOR, label=words, linewidth=width, linestyle=style)
     ax.legend(title="share of attention", frameon=False, fontsize=6, title_fontsize=6, loc="upper left")  # no arc is there
     ax.set(xlim=(-1, n), ylim=(-n / 5, n / 2), title=printable(title))
     ax.axis("off")

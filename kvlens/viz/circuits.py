@@ -25,6 +25,7 @@ from kvlens.viz._text import data_script, html_text, label, number, printable, q
 from kvlens.viz.page import Piece
 
 if TYPE_CHECKING:
+    import networkx
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.path import Path
@@ -57,7 +58,7 @@ def circuit_view(
     n_reasons: Annotated[int, Within(0)] = 5,
     title: str = "circuit",
     ax: "Axes | None" = None,
-) -> Piece | Any:
+) -> "Piece | Axes":
     """Draw a circuit, with a slider for its size, and for a chosen node its attention, its writers, and what it writes to.
 
     Args:
@@ -174,7 +175,7 @@ def _columns(
     return ["other", *map(str, roles)], effects, int(of_role[-1])
 
 
-def _edges(graphs: list[Any]) -> pd.DataFrame:
+def _edges(graphs: list["networkx.DiGraph"]) -> pd.DataFrame:
     """The edges of the last graph; it has those of the ones before."""
     rows = []
     for writer, reader, row in graphs[-1].edges(data=True):
@@ -184,7 +185,7 @@ def _edges(graphs: list[Any]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def _stop(nodes: pd.DataFrame, graph: object, row: dict[str, Any]) -> dict[str, Any]:
+def _stop(nodes: pd.DataFrame, graph: "networkx.DiGraph", row: dict[str, object]) -> dict[str, object]:
     """One circuit: its numbers, its layers, its columns with the number of nodes in their fullest row, and of each node the
     number of its row and where it stands in its column, from 0 to 1."""
     import networkx
@@ -221,7 +222,7 @@ def _note(found: Circuit, drawing: _Drawing, at: AtSizes) -> str:
     )
 
 
-def _json(found: Circuit, drawing: _Drawing) -> dict[str, Any]:
+def _json(found: Circuit, drawing: _Drawing) -> dict[str, object]:
     index = {node: i for i, node in enumerate(drawing.nodes["node"])}
     by_position = dict(zip(found.nodes["node"], found.by_position, strict=False))  # the logits write nothing
     return {
@@ -245,9 +246,9 @@ def _json(found: Circuit, drawing: _Drawing) -> dict[str, Any]:
     }
 
 
-def _patterns(found: Circuit, drawing: _Drawing, heads: pd.DataFrame) -> dict[str, Any]:
+def _patterns(found: Circuit, drawing: _Drawing, heads: pd.DataFrame) -> dict[str, object]:
     """The attention of as many of the heads as there is room for, on the prompt that is shown."""
-    chosen, patterns = heads.head(MAX_CELLS // len(drawing.prompt) ** 2), dict[str, Any]()
+    chosen, patterns = heads.head(MAX_CELLS // len(drawing.prompt) ** 2), dict[str, object]()
 
     def keep(layer: int, read: HeadsRead) -> None:
         for node, head in chosen.loc[chosen["layer"] == layer, "head"].items():
@@ -296,14 +297,14 @@ def _draw(ax: "Axes", drawing: _Drawing, title: str) -> "Axes":
     """Draw the circuit that is shown first; a row is 1 high."""
     stop = drawing.stops[drawing.first]
     left, wide = dict[int, float](), 0.0
-    words: dict[str, Any] = dict(fontsize=7, color="#5d6975", parse_math=False)
+    write = functools.partial(ax.text, fontsize=7, color="#5d6975", parse_math=False)
     for column, n in stop["columns"]:
         left[column], wide = wide, wide + max(n, GAP)
         name = printable(label(drawing.columns[column]))[:16]
-        ax.text((left[column] + wide) / 2, -0.6, name, ha="center", va="top", rotation=90, **words)
+        write((left[column] + wide) / 2, -0.6, name, ha="center", va="top", rotation=90)
     for row, layer in enumerate(stop["layers"]):
         if 0 <= layer < drawing.nodes.loc["logits", "layer"]:
-            ax.text(-0.5, row, f"layer {layer}" if row == 1 else str(layer), ha="right", va="center", **words)
+            write(-0.5, row, f"layer {layer}" if row == 1 else str(layer), ha="right", va="center")
     column, fullest = drawing.nodes["column"], dict(stop["columns"])
     place = {
         node: (left[column[node]] + 0.5 + x * (fullest[column[node]] - 1), float(row))
@@ -345,8 +346,9 @@ def _draw_edges(ax: "Axes", drawing: _Drawing, place: Mapping[str, tuple[float, 
                 if node in place
             ]
             widths = [0.4 + 3.5 * math.sqrt(abs(estimate) / most) for _, estimate in lines]
-            look: dict[str, Any] = dict(facecolors="none", edgecolors=EDGE_COLORS[kind], linestyles=style, alpha=0.6)
-            ax.add_collection(PathCollection([path for path, _ in lines], linewidths=widths, **look))
+            paths, color = [path for path, _ in lines], EDGE_COLORS[kind]
+            drawn = PathCollection(paths, linewidths=widths, facecolors="none", edgecolors=color, linestyles=style, alpha=0.6)
+            ax.add_collection(drawn)
 
 
 def _path(start: tuple[float, float], end: tuple[float, float], kind: str) -> "Path":

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from kvlens.analyses import HeadDetails
@@ -147,10 +148,12 @@ def details_json(details: HeadDetails) -> dict[str, object]:
     }
 
 
-def _by_head(values: Tensor, coarse: bool) -> list[list[dict[str, Any]]]:
+def _by_head(values: Tensor, coarse: bool) -> list[list[dict[str, object]]]:
     """[layer][head]: the numbers of a head, to three digits of its largest or, if ``coarse``, what their common colors show."""
-    precision: dict[str, Any] = {"full": strongest(values.flatten().tolist(), FULL_COLOR), "levels": LEVELS} if coarse else {}
-    return [[quantized(head, **precision) for head in layer] for layer in values]
+    if not coarse:
+        return [[quantized(head) for head in layer] for layer in values]
+    full = strongest(values.flatten().tolist(), FULL_COLOR)
+    return [[quantized(head, full=full, levels=LEVELS) for head in layer] for layer in values]
 
 
 def _notes(details: HeadDetails, n_queries: int, of_prompt: int, of_text: int, of_share: int) -> list[str]:
@@ -168,7 +171,7 @@ def _notes(details: HeadDetails, n_queries: int, of_prompt: int, of_text: int, o
 
 @checked
 def head_heatmap(
-    table: Any,
+    table: pd.DataFrame | Float[Tensor, "layer head"] | np.ndarray,
     value: str | None = None,
     *,
     details: HeadDetails | None = None,
@@ -315,7 +318,7 @@ def _json(given: pd.DataFrame, by_head: pd.DataFrame, n: int, query: str) -> dic
     numbers["step"] = _shares(numbers["log_step_norm"])
     positions, tokens = given["prompt_position"].tolist()[:n], [str(token) for token in given["token"].tolist()[:n]]
     size = block_size(n, MAX_CELLS // len(by_head))
-    heads: dict[int, dict[int, Any]] = {}
+    heads: dict[int, dict[int, object]] = {}
     for i, row in enumerate(by_head.itertuples()):
         of_head = {name: values[i] for name, values in numbers.items()}
         heads.setdefault(int(row.layer), {})[int(row.head)] = {

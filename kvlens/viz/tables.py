@@ -3,6 +3,7 @@
 import functools
 import math
 import numbers
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -102,7 +103,7 @@ def contribution_bars(
     return Piece(title, body, figure=functools.partial(_figure, names, numbers, value, title))
 
 
-def _name(row: Any, by: str, part: str | None) -> str:
+def _name(row: Sequence[object], by: str, part: str | None) -> str:
     group = f"{by} {row[0]}" if isinstance(row[0], int) else str(row[0])
     return group if part is None else f"{group}, {row[1]}"
 

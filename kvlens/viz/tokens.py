@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -147,7 +147,9 @@ MAX_POSITIONS = 512
 
 
 @checked
-def depth_map(table: pd.DataFrame, *, title: str = "layer by layer", axes: Any = None) -> Piece | Any:
+def depth_map(
+    table: pd.DataFrame, *, title: str = "layer by layer", axes: "Sequence[Axes] | np.ndarray | None" = None
+) -> Piece | Any:
     """Draw depths down and text tokens across: blue where the prompt lowers the loss on the next token, red where it raises it.
 
     Args:
@@ -182,7 +184,7 @@ def depth_map(table: pd.DataFrame, *, title: str = "layer by layer", axes: Any =
         "top": rounded(top),
     }
     if axes is not None:
-        ax, curve = np.ravel(axes)[:2]
+        ax, curve = np.asarray(axes).ravel()[:2]
         _draw_depth(ax, curve, data, title)
         return axes
     n_tokens = len(positions)
@@ -214,7 +216,7 @@ def _depth_figure(data: dict[str, Any], title: str) -> "Figure":
     return figure
 
 
-def _draw_depth(ax: "Axes", curve: Any, data: dict[str, Any], title: str) -> None:
+def _draw_depth(ax: "Axes", curve: "Axes", data: dict[str, Any], title: str) -> None:
     values = np.array([[np.nan if x is None else x for x in row] for row in data["change"]], dtype=float)
     n_rows, n_columns = values.shape
     top = data["top"] or 1.0
