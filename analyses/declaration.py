@@ -104,7 +104,7 @@ class Columns(Mapping[str, Column]):
         """name -> dtype."""
         return {name: column.dtype for name, column in self.items()}
 
-    def frame(self, values: Mapping[str, Any]) -> pd.DataFrame:
+    def frame(self, values: Mapping[str, object]) -> pd.DataFrame:
         """Build the table from its values.
 
         Args:
@@ -170,10 +170,10 @@ class Record:
     id: str
     prompt: str | Chat
     text: str | None = None
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, object] = field(default_factory=dict)
 
 
-def _as_it_is(model: KVModel, value: object) -> Any:
+def _as_it_is(model: KVModel, value: object) -> object:
     return value
 
 
@@ -188,10 +188,10 @@ class Field:
     """
 
     name: str
-    read: Callable[[Any, Any], Any] = _as_it_is
+    read: Callable[[KVModel, Any], object] = _as_it_is
     required: bool = True
 
-    def of(self, model: KVModel, record: Record) -> Any:
+    def of(self, model: KVModel, record: Record) -> object:
         """The argument for one record.
 
         Raises:
@@ -213,7 +213,7 @@ class Field:
 def tokens_field(name: str, *, prepend_bos: bool, required: bool = True) -> Field:
     """A field read as tokens [pos], with BOS prepended if ``prepend_bos`` and that is the model's default."""
 
-    def read(model: KVModel, value: Any) -> Tensor:
+    def read(model: KVModel, value: object) -> Tensor:
         return read_tokens(model, name, value, prepend_bos=prepend_bos and model.prepends_bos)
 
     return Field(name, read, required)
@@ -276,7 +276,7 @@ class Option:
         """The type of the value (of each one, if ``many``)."""
         return str if self.many else self.value_type or (str if default is None else type(default))
 
-    def read(self, name: str, value: Any, default: Any) -> Any:
+    def read(self, name: str, value: Any, default: object) -> object:
         """Convert ``value`` to what the function takes.
 
         Raises:
@@ -289,7 +289,7 @@ class Option:
             return tuple(self._checked(name, part, kind) for part in wanted) or default
         return default if value is None and default is None else self._checked(name, value, kind)
 
-    def _checked(self, name: str, value: object, kind: type) -> Any:
+    def _checked(self, name: str, value: object, kind: type) -> object:
         return ensure(name, one_of(self.choices) if self.choices else kind, value)
 
 
@@ -318,11 +318,11 @@ class Analysis:
     columns: Columns
     inputs: Mapping[str, Field] = field(default_factory=dict)
     options: Mapping[str, Option] = field(default_factory=dict)
-    check_model: Callable[[Any], None] = _takes_any
+    check_model: Callable[[KVModel], None] = _takes_any
     cost: str = ""
 
     @property
-    def defaults(self) -> dict[str, Any]:
+    def defaults(self) -> dict[str, object]:
         """option -> its default."""
         parameters = inspect.signature(self.function).parameters
         return {name: parameters[name].default for name in self.options}
@@ -332,7 +332,7 @@ class Analysis:
         """Whether a record must have a text."""
         return any(source.name == "text" and source.required for source in self.inputs.values())
 
-    def read_options(self, given: Mapping[str, Any]) -> dict[str, object]:
+    def read_options(self, given: Mapping[str, object]) -> dict[str, object]:
         """All options as the function takes them: those given, after checks, and the defaults of the others.
 
         Raises:
@@ -364,7 +364,7 @@ def analysis(
     of: Callable[..., pd.DataFrame] | None = None,
     inputs: Mapping[str, Field] | None = None,
     options: Mapping[str, Option] | None = None,
-    check_model: Callable[[Any], None] = _takes_any,
+    check_model: Callable[[KVModel], None] = _takes_any,
     cost: str = "",
 ) -> Callable[[Function], Function]:
     """Decorator that declares a function as an analysis of its name, and writes the table of its columns into its docstring.

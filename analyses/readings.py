@@ -410,7 +410,7 @@ def _in_float64(model: KVModel) -> KVModel:
     """
     attached = model.attached_kv_bias
     module: Any = model
-    memo: dict[int, Any] = {id(model.tokenizer): model.tokenizer, id(attached): attached}
+    memo: dict[int, object] = {id(model.tokenizer): model.tokenizer, id(attached): attached}
     memo |= {id(weight): nn.Parameter(weight.detach(), requires_grad=False) for weight in module.parameters()}
     with torch.no_grad():
         exact: Any = copy.deepcopy(module, memo)

@@ -10,11 +10,14 @@ import functools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import kvlens
 from kvlens import KVLensError
 from kvlens.errors import check_known
+
+if TYPE_CHECKING:
+    from kvlens import KVModel
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -86,7 +89,7 @@ NOT_ON: Mapping[str, Mapping[str, str]] = {
 """Name of an analysis -> the kinds of model that it does not run on -> why."""
 
 
-def kind_of(model: Any) -> str:
+def kind_of(model: "KVModel") -> str:
     """Return which of the kinds a model is."""
     from kvlens import HookedKVTransformer  # imports torch
     from kvlens.model import heads_per_layer, recurrent_layers
@@ -97,12 +100,12 @@ def kind_of(model: Any) -> str:
     return RECURRENT if any(counts[layer] for layer in recurrent_layers(model)) else SOFTMAX
 
 
-def reason_against(name: str, model: Any) -> str | None:
+def reason_against(name: str, model: "KVModel") -> str | None:
     """Why an analysis does not run on a model; None where it does."""
     return NOT_ON[name].get(kind_of(model)) if name in NOT_ON else None
 
 
-def check_front_end(name: str, model: Any) -> None:
+def check_front_end(name: str, model: object) -> None:
     """Raise KVLensError where an analysis does not run on the kind of a model, which it names."""
     from kvlens import KVModel
 
@@ -118,7 +121,7 @@ def on_its_front_ends(function: Function) -> Function:
     """Refuse, for the reason that :data:`NOT_ON` gives under the function's name, models that it does not run on."""
 
     @functools.wraps(function)
-    def checked_first(*args: object, **kwargs: object) -> Any:
+    def checked_first(*args: object, **kwargs: object) -> object:
         check_front_end(function.__name__, kwargs.get("model", args[0] if args else None))
         return function(*args, **kwargs)
 

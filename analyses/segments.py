@@ -114,7 +114,7 @@ class Looks:
             hold(x, hook)
             show(n_layers, x.shape[1])
 
-        hooks: list[tuple[str, Any]] = [
+        hooks: list[tuple[str, Callable[..., object]]] = [
             (f"blocks.{layer}.attn.{name}", of_layer if name == Z else hold)
             for layer in range(n_layers)
             for name in self._names

@@ -11,7 +11,6 @@ restore what it removed. ``read_memory(model, tokens)`` of :mod:`kvlens.bridge` 
 """
 
 import math
-from typing import Any
 
 import pandas as pd
 import torch
@@ -84,7 +83,7 @@ def state_memory(model: KVModel, prompt: str | Int[Tensor, "*one_prompt pos"]) -
         share = along / state.square().sum(dim=(1, 2)).clamp(min=torch.finfo(torch.float64).tiny)
         n_heads = terms.shape[1]
         head, position = torch.cartesian_prod(torch.arange(n_heads), torch.arange(n)).T
-        values: dict[str, Any] = {"layer": memory.layer, "head": head, "position": position, "distance": n - 1 - position}
+        values: dict[str, object] = {"layer": memory.layer, "head": head, "position": position, "distance": n - 1 - position}
         values |= {"token": texts * n_heads, "survival": memory.survival.T, "term_norm": terms.T, "state_share": share.T}
         frames.append(MEMORY.frame(values))
     return pd.concat(frames, ignore_index=True)
@@ -169,6 +168,6 @@ def state_half_lives(model: KVModel, prompt: str | Int[Tensor, "*one_prompt pos"
         head, channel = torch.cartesian_prod(torch.arange(n_heads), torch.arange(n_channels)).T
         half_life = math.log(2) * len(tokens) / -memory.log_decay
         channel = channel if n_channels > 1 else channel - 1
-        values: dict[str, Any] = {"layer": memory.layer, "head": head, "channel": channel, "half_life": half_life.flatten()}
+        values: dict[str, object] = {"layer": memory.layer, "head": head, "channel": channel, "half_life": half_life.flatten()}
         frames.append(HALF_LIVES.frame(values))
     return pd.concat(frames, ignore_index=True)

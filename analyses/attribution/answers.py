@@ -1,9 +1,8 @@
 """What is explained: the log-probability of an answer behind a text, or how far it lies above a rival's."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -122,7 +121,11 @@ class Question:
         """The prompt cut into units, as :func:`kvlens.chat.prompt_units`."""
         return cut(self.model, self.layout, by)
 
-    def rows(self, without: Any, replacements: Any = None) -> Counterfactuals:
+    def rows(
+        self,
+        without: Sequence[Sequence[Span]] | Bool[Tensor, "row pos"],
+        replacements: Sequence[Mapping[Span, str | Tensor | Sequence[int]]] | None = None,
+    ) -> Counterfactuals:
         """Counterfactual prompts of this one."""
         return counterfactuals(self.model, self.prompt, without, replacements, positions=self.positions)
 

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pandas as pd
 import pyarrow as pa
@@ -59,7 +59,7 @@ class PromptResult:
     warnings: tuple[str, ...] = ()
 
     @property
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> dict[str, object]:
         """What its part says in the metadata."""
         return {name: value for name, value in vars(self).items() if name not in ("rows", "warnings")}
 
@@ -116,7 +116,7 @@ class Parts:
     def __init__(
         self,
         folder: Path,
-        settings: Mapping[str, Any],
+        settings: Mapping[str, object],
         schema: pa.Schema,
         *,
         restart: bool = False,
@@ -133,7 +133,7 @@ class Parts:
             clear_leftovers_in(folder)
         self._find(retry_failed)
 
-    def _begin(self, folder: Path, settings: Mapping[str, Any], known: Iterable[PromptResult]) -> None:
+    def _begin(self, folder: Path, settings: Mapping[str, object], known: Iterable[PromptResult]) -> None:
         (folder / SETTINGS).write_text(json.dumps(settings, indent=2))
         for result in known:
             with open(self._path(result, folder), "x+b") as file:
@@ -196,7 +196,7 @@ class Parts:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def check_same(path: Path, started: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_same(path: Path, started: Mapping[str, object], now: Mapping[str, object]) -> None:
     """Raise KVLensError, naming the differences, if a file was started with other settings."""
     differing = differences(started, now)
     if differing:
@@ -206,7 +206,7 @@ def check_same(path: Path, started: Mapping[str, Any], now: Mapping[str, Any]) -
         )
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+def differences(before: Mapping[str, object], now: Mapping[str, object], prefix: str = "") -> list[str]:
     """Describe every setting that differs, as ``options.seed was 4, now 8``; mappings are compared entry by entry."""
     found = []
     for name in [*before, *(name for name in now if name not in before)]:
@@ -241,7 +241,7 @@ def _fill(file: IO[bytes], schema: pa.Schema, tables: Iterable[pa.Table], facts:
         writer.seal(facts)
 
 
-def write_table(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], facts: Mapping[str, Any]) -> None:
+def write_table(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], facts: Mapping[str, object]) -> None:
     """Write the table of a batch; ``path`` is replaced when the file is complete.
 
     Args:

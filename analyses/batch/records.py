@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from kvlens import Chat, KVLensError
 from kvlens.errors import nearest_name
@@ -100,7 +99,7 @@ def survey(path: Path, text: str | None = None, fields: Collection[str] = ()) ->
     for number, entry in enumerate(read_records(path, text), start=1):
         if isinstance(entry, BadLine):
             bad.append(entry)
-            parts: tuple[Any, ...] = (entry.where, entry.problem)
+            parts: tuple[object, ...] = (entry.where, entry.problem)
         else:
             if entry.id in seen:
                 what = "files" if path.is_dir() else "lines"
@@ -131,7 +130,7 @@ def _dtype(kinds: Counter[str], n_records: int) -> str:
     return whole if kinds.total() == n_records else with_missing
 
 
-def own_value(value: object, dtype: str) -> Any:
+def own_value(value: object, dtype: str) -> object:
     """The value of a record's own field in a column of that dtype; None where it is missing."""
     fits = dtype != "str" or value is None or isinstance(value, str)
     return value if fits else json.dumps(value, ensure_ascii=False)

@@ -278,7 +278,7 @@ def _tell_bad_lines(found: Survey, tell: Callable[[str], None]) -> None:
         tell(f"... and {len(found.bad) - LINES_SHOWN} more lines without a prompt")
 
 
-def _check_models(analysis: Analysis, models: ModelShelf) -> dict[str, Any]:
+def _check_models(analysis: Analysis, models: ModelShelf) -> dict[str, dict[str, object]]:
     """The fingerprint of every model that has what the analysis needs, by name."""
     fingerprints = {}
     for index, name in enumerate(models.names):
@@ -292,8 +292,8 @@ def _check_models(analysis: Analysis, models: ModelShelf) -> dict[str, Any]:
 
 
 def _settings(
-    analysis: Analysis, work: Work, found: Survey, columns: dict[str, str], fingerprints: dict[str, Any]
-) -> dict[str, Any]:
+    analysis: Analysis, work: Work, found: Survey, columns: dict[str, str], fingerprints: dict[str, dict[str, object]]
+) -> dict[str, object]:
     return {
         "format_version": FORMAT_VERSION,
         "kvlens": __version__,

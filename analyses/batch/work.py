@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from kvlens import KVLensError
 from kvlens.arguments import path_of
@@ -51,7 +51,7 @@ class Work:
 
     analysis: str
     models: tuple[str, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, object] = field(default_factory=dict)
     dtype: str | None = None
     device: str | None = None
     folder: str | None = None

@@ -5,7 +5,7 @@ swaps, of one edge of the attention pattern (Wang et al. 2022, path patching), w
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
@@ -128,7 +128,7 @@ def cached(model: KVModel, tokens: Tensor, names: list[str]) -> dict[str, Tensor
     """The activations at the hook points. The mask is needed because a pad token in the text is a token, not padding."""
     seen: dict[str, Tensor] = {}
 
-    def keep_as(name: str) -> Callable[[Tensor, Any], None]:
+    def keep_as(name: str) -> Callable[[Tensor, object], None]:
         return lambda x, hook: seen.__setitem__(name, x)  # a bridge's hook points know their own names, not these
 
     hooks = [(name, keep_as(name)) for name in names]

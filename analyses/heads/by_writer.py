@@ -16,7 +16,8 @@ keys share, such as what a bias of the query adds, is none of the contrast.
 """
 
 import math
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated
 
 import pandas as pd
 import torch
@@ -302,7 +303,7 @@ def _logits(
     model: KVModel, read: HeadByWriter, changes: Float[Tensor, "row pos d_head"] | None = None
 ) -> Float[Tensor, "row 1 d_vocab"]:
     """The logits at the query; in each row with the values of the head, and of no other, changed at the tokens."""
-    rows, hooks = read.tokens[None], list[Any]()
+    rows, hooks = read.tokens[None], list[tuple[str, Callable]]()
     if changes is not None:
         change = torch.einsum("ij,rjd->rid", read.pattern, changes)
         change = change if read.gate is None else change * read.gate

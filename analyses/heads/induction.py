@@ -360,7 +360,7 @@ def look_at_heads(
     return HeadsFound(*measured, ablated, costs, errors)
 
 
-def _pieces(model: KVModel, prompt: Any) -> Tensor:
+def _pieces(model: KVModel, prompt: str | Tensor) -> Tensor:
     if isinstance(prompt, str) or (isinstance(prompt, Tensor) and prompt.dim() == 1):
         return one_sequence(model, "induction_heads: prompt", prompt)[None]
     return prompt

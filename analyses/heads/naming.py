@@ -18,7 +18,7 @@ Source: Olsson et al. 2022; Elhage et al. 2021; KVSA sec. 3, table 4.
 """
 
 import math
-from typing import Annotated, Any
+from typing import Annotated
 
 import pandas as pd
 import torch
@@ -166,7 +166,7 @@ def _frame(
     matrices = head_matrices(model)
     linear = [of_layer for of_layer in matrices if of_layer is not None]
     of_heads = [verdicts[layer][head] for layer, head in zip(*(x.tolist() for x in heads), strict=True)]
-    columns: dict[str, Any] = {
+    columns: dict[str, object] = {
         "layer": heads[0],
         "head": heads[1],
         "verdict": [verdict.name for verdict in of_heads],

@@ -21,7 +21,7 @@ Source: ICLCA sec. 5.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 import torch
 from einops import rearrange, repeat
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from kvlens import HookedKVTransformer, KVBias, KVLensError, KVModel
 from kvlens.checks import Within, checked
-from kvlens.kv_bias import Keys
+from kvlens.kv_bias import Keys, VirtualKeys
 from kvlens.model import HeadsRead, attention_parts, visit_heads
 from kvlens.texts import token_texts
 
@@ -245,7 +245,7 @@ def _pattern_under_bias(model: KVModel, tokens: Int[Tensor, " pos"], layer: int)
     return found[layer]
 
 
-def _weights(bias: KVBias, layer: int) -> tuple[Any, Float[Tensor, "1 head key"], Float[Tensor, "1 kv_head"], int]:
+def _weights(bias: KVBias, layer: int) -> tuple[VirtualKeys, Float[Tensor, "1 head key"], Float[Tensor, "1 kv_head"], int]:
     """The keys of a layer, b_D, its logarithmic scale, and which of the layers with attention it is."""
     if layer >= bias.n_layers:
         raise KVLensError(f"attention_under_bias: layer {layer}: this model has layers 0 to {bias.n_layers - 1}")

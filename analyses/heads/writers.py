@@ -78,7 +78,7 @@ class Front:
         own: its queries, keys and values.
     """
 
-    def __init__(self, block: nn.Module, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
+    def __init__(self, block: nn.Module, part: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]):
         self.block, self.part = block, part
         self.stream: Tensor = args[0] if args else kwargs["hidden_states"]
         self._args = [None if _is_cache(x) else x for x in args[1:]]
@@ -107,7 +107,7 @@ class Front:
             self.block(stream.to(self.stream), *self._args, **self._kwargs)
         return Scored(*found)
 
-    def _hold(self, norm: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> Tensor | None:
+    def _hold(self, norm: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], out: Tensor) -> Tensor | None:
         if self._measuring:
             return None
         x = (args[0] if args else next(iter(kwargs.values()))).double()
