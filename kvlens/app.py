@@ -62,7 +62,7 @@ OPTIONS: dict[str, Any] = dict(
     log_level="warning", access_log=False, proxy_headers=False, server_header=False, ws="none", timeout_graceful_shutdown=2
 )
 """Of uvicorn."""
-Given = dict[str, Any]
+Given = dict[str, object]
 """What a page sends, or is told."""
 
 

@@ -314,7 +314,7 @@ def _text(what: str, value: object) -> str:
     return value
 
 
-def _named_documents(documents: Any) -> list[tuple[str, str]]:
+def _named_documents(documents: Mapping[str, str] | Sequence[str] | str | None) -> list[tuple[str, str]]:
     if documents is None:
         return []
     if isinstance(documents, Mapping):

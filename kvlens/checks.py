@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from kvlens.errors import KVLensError, brief, check_known, nearest
 
-Reader = Callable[[Any], Any]
+Reader = Callable[[object], Any]
 UNFIT = object()
 """Returned by a reader for a value that does not fit."""
 INT_MAX = 2**63 - 1
@@ -76,7 +76,7 @@ Finite = Annotated[float, Within()]
 Seed = Annotated[int, Within(0, INT_MAX)]
 
 
-def ensure(what: str, kind: Any, value: Any) -> Any:
+def ensure(what: str, kind: object, value: object) -> Any:
     """``value`` checked against the annotation ``kind``, with integers of numpy and torch converted to Python's.
 
     Raises:
@@ -89,7 +89,7 @@ def ensure(what: str, kind: Any, value: Any) -> Any:
     return read
 
 
-def _unfit(what: str, kind: Any, value: Any) -> KVLensError:
+def _unfit(what: str, kind: object, value: object) -> KVLensError:
     return KVLensError(f"{what} must be {_wanted(kind, value)}, got {brief(value)}{_nearest(kind, value)}")
 
 
@@ -98,18 +98,18 @@ def one_of(names: Iterable[str]) -> Any:
     return Literal[tuple(names)]  # type: ignore[valid-type]
 
 
-def members(kind: Any) -> tuple[object, ...]:
+def members(kind: object) -> tuple[object, ...]:
     """The alternatives of an annotation, of which one must fit."""
     return get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
 
 
-def is_array(kind: Any) -> bool:
+def is_array(kind: object) -> bool:
     """Whether this is a jaxtyping annotation, whose ``array_type`` is the required type of a value."""
     return isinstance(getattr(kind, "array_type", None), type)
 
 
 @functools.lru_cache(maxsize=4096)
-def reader_of(kind: Any) -> Reader | None:
+def reader_of(kind: object) -> Reader | None:
     """A function that converts a value for the annotation, or returns `UNFIT`; None for an annotation of other objects."""
     several = members(kind)
     origin, inner = get_origin(kind), get_args(kind)
@@ -130,33 +130,33 @@ def reader_of(kind: Any) -> Reader | None:
     return (lambda value: value if isinstance(value, kind) else UNFIT) if kind in (str, type(None)) else None
 
 
-def _reader_of_one(kind: Any) -> Reader:
+def _reader_of_one(kind: object) -> Reader:
     """The reader of a nested annotation, which accepts anything if :func:`reader_of` is None."""
     return reader_of(kind) or (lambda value: value)
 
 
-def _first_fit(readers: Sequence[Reader | None], value: Any) -> Any:
+def _first_fit(readers: Sequence[Reader | None], value: object) -> Any:
     return next((read for reader in readers if reader and (read := reader(value)) is not UNFIT), UNFIT)
 
 
-def _read_within(base: Reader, limits: Sequence[Within], value: Any) -> Any:
+def _read_within(base: Reader, limits: Sequence[Within], value: object) -> Any:
     read = base(value)
     return read if read is not UNFIT and all(limit.holds(read) for limit in limits) else UNFIT
 
 
-def _read_number(kind: type, value: Any) -> Any:
+def _read_number(kind: type, value: object) -> Any:
     number = value.item() if getattr(value, "ndim", None) == 0 and hasattr(value, "item") else value
     if isinstance(number, bool) or kind is bool:
         return number if isinstance(number, kind) and type(number) is kind else UNFIT
     return number if isinstance(number, int if kind is int else int | float) and number == number else UNFIT
 
 
-def _read_mapping(of: Sequence[Reader], value: Any) -> Any:
+def _read_mapping(of: Sequence[Reader], value: object) -> Any:
     fits = isinstance(value, Mapping) and all(of[0](k) is not UNFIT and of[1](v) is not UNFIT for k, v in value.items())
     return value if fits else UNFIT
 
 
-def _read_several(kind: Any, of: Sequence[Reader], value: Any) -> Any:
+def _read_several(kind: object, of: Sequence[Reader], value: object) -> Any:
     """A list, tuple, array or tensor with each of its values converted; an iterator is returned unchanged."""
     origin = get_origin(kind)
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
@@ -175,7 +175,7 @@ def _read_several(kind: Any, of: Sequence[Reader], value: Any) -> Any:
     return tuple(read) if origin is tuple else read
 
 
-def _wanted(kind: Any, value: Any) -> str:
+def _wanted(kind: object, value: object) -> str:
     """What was expected; for a number that is out of range, only the range."""
     found = [member for member in members(kind) if member is not type(None)]
     base, *limits = get_args(found[0]) if len(found) == 1 and get_origin(found[0]) is Annotated else (None,)
@@ -184,14 +184,14 @@ def _wanted(kind: Any, value: Any) -> str:
     return _words(kind)
 
 
-def _words(kind: Any) -> str:
+def _words(kind: object) -> str:
     """An annotation in words."""
     words = [_words_of_one(member) for member in members(kind) if member is not int or float not in members(kind)]
     with_comma = ", or " if any(" " in word and not word.startswith(("a ", "True")) for word in words) else " or "
     return with_comma.join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
 
 
-def _words_of_one(kind: Any) -> str:
+def _words_of_one(kind: object) -> str:
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return next((one.describe(_words(inner[0])) for one in inner if isinstance(one, Within)), _words(inner[0]))
@@ -204,7 +204,7 @@ def _words_of_one(kind: Any) -> str:
     return "a dict" if origin is Mapping else CALLED.get(kind, getattr(kind, "__name__", str(kind)))
 
 
-def _nearest(kind: Any, value: Any) -> str:
+def _nearest(kind: object, value: object) -> str:
     """A suggestion of the nearest name that the annotation lists."""
     names = [name for member in members(kind) if get_origin(member) is Literal for name in get_args(member)]
     return nearest(value, [name for name in names if isinstance(name, str)]) if isinstance(value, str) else ""
@@ -216,7 +216,7 @@ def axes_in_words(words: str) -> str:
     return ", ".join(names.get(word[0], "{1}").format(word[1:], word) for word in words.split())
 
 
-def holds_tensors(kind: Any) -> bool:
+def holds_tensors(kind: object) -> bool:
     """Whether this annotates a tensor, a list of them, or a tuple that has them as fields; or one of these or None."""
     one, *more = [member for member in members(kind) if member is not type(None)] or [None]
     listed = get_origin(one) is Sequence and is_array(get_args(one)[0])
@@ -225,7 +225,7 @@ def holds_tensors(kind: Any) -> bool:
     )
 
 
-def tensors_in(label: str, kind: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
+def tensors_in(label: str, kind: object, value: Any) -> Iterator[tuple[str, Any, Any]]:
     """(label, annotation, value) of every tensor in an argument whose annotation :func:`holds_tensors`."""
     (one,) = (member for member in members(kind) if member is not type(None))
     if value is None and one is not kind:

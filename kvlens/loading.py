@@ -35,8 +35,8 @@ def load(
     source: str | Path,
     *,
     tokenizer: str | Path | None = None,
-    device: Any = None,
-    dtype: Any = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | str | None = None,
     verify: bool | None = None,
     download: bool = False,
 ) -> KVModel:
@@ -67,7 +67,7 @@ def load(
             ``verify=True`` where there is nothing to compare with.
     """
     found = source_of(source, "load", download) if isinstance(source, str) else path_of("load: source", source)
-    options = {"device": device, "dtype": None if dtype is None else dtype_of(dtype, "load: dtype")}
+    options: dict[str, Any] = {"device": device, "dtype": None if dtype is None else dtype_of(dtype, "load: dtype")}
     options = {name: value for name, value in options.items() if value is not None}
     if isinstance(found, Path) and found.is_file() and not (is_gguf(found) or is_rwkv_cpp(found)):
         _refuse_to_verify(verify, "a llama2.c checkpoint")
@@ -95,18 +95,24 @@ def _refuse_to_verify(verify: bool | None, what: str) -> None:
         raise KVLensError(f"load: verify=True: Transformers does not read {what}, so nothing can be compared; leave verify out")
 
 
-def _from_file(path: Path, verify: bool | None, dtype: torch.dtype = torch.float32, device: Any = None) -> KVModel:
+def _from_file(
+    path: Path, verify: bool | None, dtype: torch.dtype = torch.float32, device: torch.device | str | None = None
+) -> KVModel:
     check_device("load: device", device)
-    read: Any = read_rwkv_cpp if is_rwkv_cpp(path) else read_gguf
+    read = read_rwkv_cpp if is_rwkv_cpp(path) else read_gguf
     model, tokenizer = read(path, dtype)
     if type(model).__name__ in SUPPORTED_ARCHITECTURES:
-        options = {"dtype": dtype, "device": device, "verify": verify}
-        return HookedKVTransformer.from_pretrained(path.stem, hf_model=model, tokenizer=tokenizer, **options)
+        return HookedKVTransformer.from_pretrained(
+            path.stem, hf_model=model, tokenizer=tokenizer, verify=verify, dtype=dtype, device=device
+        )
     return _on_bridge(model, tokenizer, verify, device)
 
 
 def _on_bridge(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, verify: bool | None, device: Any = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    verify: bool | None,
+    device: torch.device | str | None = None,
 ) -> KVTransformerBridge:
     check_device("load: device", device)
     return KVTransformerBridge.boot_transformers(model.to(device or get_device()), tokenizer=tokenizer, verify=verify)

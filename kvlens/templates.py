@@ -21,11 +21,12 @@ from contextvars import ContextVar
 from functools import lru_cache, wraps
 from typing import Any
 
-from jinja2 import nodes, pass_context
-from jinja2.runtime import LoopContext
+from jinja2 import Template, nodes, pass_context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter, SecurityError
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
+from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 SECONDS = 2.0
@@ -48,7 +49,7 @@ _OF_STRINGS = """
     istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip split
     splitlines startswith strip swapcase title upper
     """
-ALLOWED_METHODS: dict[Any, frozenset[str]] = {
+ALLOWED_METHODS: dict[type | tuple[type, ...], frozenset[str]] = {
     str: frozenset(_OF_STRINGS.split()),
     (bytes, int, float): frozenset(),
     (list, tuple): frozenset({"copy", "count", "index", "grouper", "list"}),  # the last two are of groupby's tuples
@@ -64,7 +65,7 @@ class Bounds:
         messages: what it is given.
     """
 
-    def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, messages: Sequence[Mapping[str, object]]) -> None:
         given = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
         self.most = SHORTEST + TIMES_THE_MESSAGES * given
         self.left, self.until = VALUES * self.most, time.thread_time() + SECONDS
@@ -92,7 +93,7 @@ class Bounds:
 _bounds: ContextVar[Bounds | None] = ContextVar("bounds of the template that runs", default=None)
 
 
-def written_by_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+def written_by_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, object]], **options: Any) -> Any:
     """What ``tokenizer.apply_chat_template`` returns for these messages.
 
     Args:
@@ -117,7 +118,7 @@ def written_by_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *
 _theirs = chat_template_utils._compile_jinja_template
 
 
-def _compiled(template: str) -> Any:
+def _compiled(template: str) -> Template:
     return _theirs(template) if _bounds.get() is None else _compiled_here(template)
 
 
@@ -125,7 +126,7 @@ chat_template_utils._compile_jinja_template = _compiled  # of every thread, only
 
 
 @lru_cache(maxsize=32)
-def _compiled_here(template: str) -> Any:
+def _compiled_here(template: str) -> Template:
     if len(template) > LONGEST_SOURCE:
         raise SecurityError(f"it has {len(template):,} characters, expected at most {LONGEST_SOURCE:,}")
     environment = _theirs("").environment.overlay(optimized=False)  # or the compiler would compute what is constant
@@ -143,17 +144,17 @@ def _now() -> Bounds:
     return bounds
 
 
-def _paid_for(value: object) -> Any:
+def _paid_for(value: object) -> object:
     bounds = _now()
     bounds.pay(bounds.size(value))
     return value
 
 
-def _each(values: Iterable[Any]) -> Iterator[Any]:
+def _each(values: Iterable[object]) -> Iterator[object]:
     """The same in the same order, with a look at the clock at each."""
     bounds = _now()
 
-    def looked(iterator: Iterator[Any]) -> Iterator[Any]:
+    def looked(iterator: Iterator[object]) -> Iterator[object]:
         for value in iterator:
             bounds.pay()
             yield value
@@ -175,16 +176,16 @@ _PAID, _EACH = " paid", " each"  # filters that no template can name
 
 
 @pass_context  # the compiler computes no filter of this kind
-def _paid_value(context: Any, value: object) -> Any:
+def _paid_value(context: Context, value: object) -> object:
     return _paid_for(value)
 
 
 @pass_context
-def _each_value(context: Any, values: Iterable[Any]) -> Any:
+def _each_value(context: Context, values: Iterable[object]) -> object:
     return _each(values)
 
 
-def _filtered(node: Any, name: str) -> nodes.Filter:
+def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno, environment=node.environment)
 
 
@@ -233,12 +234,12 @@ class _Environment(ImmutableSandboxedEnvironment):
         tree: nodes.Template = _Payments().visit(super()._parse(source, name, filename))
         return tree
 
-    def call_binop(self, context: Any, operator: str, left: object, right: object) -> Any:
+    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
         if operator != "+":
             _now().pay(_growth(operator, left, right))
         return _paid_for(super().call_binop(context, operator, left, right))
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> object:
         owner = getattr(__obj, "__self__", None)
         if isinstance(__obj, LoopContext):  # a recursive loop
             args = (_each(args[0]), *args[1:]) if args else args
@@ -297,19 +298,19 @@ def _pay_replacement(text: str, old: object = "", new: object = "", *_: object) 
         _now().pay(len(text) + text.count(old) * len(new))
 
 
-def _joinable(mark: object, values: Iterable[Any]) -> list[object]:
+def _joinable(mark: object, values: Iterable[object]) -> list[object]:
     found, bounds = list(_each(values)), _now()
     bounds.pay(bounds.size(found) + len(str(mark)) * len(found))
     return found
 
 
-def _paid(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _paid(name: str, function: Callable[..., object]) -> Callable[..., object]:
     """A filter or test that is paid for, and held to :data:`_BEFORE`."""
     first = 1 if hasattr(function, "jinja_pass_arg") else 0  # the value stands behind what jinja2 passes
     before = _BEFORE.get(name)
 
     @wraps(function)
-    def paid(*args: Any, **kwargs: Any) -> Any:
+    def paid(*args: Any, **kwargs: Any) -> object:
         _now().pay()
         if before is not None:
             value = before(args[first], *args[first + 1 :], **kwargs)
@@ -319,37 +320,37 @@ def _paid(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     return paid
 
 
-def _format(value: object, *args: Any, **kwargs: Any) -> Any:
+def _format(value: object, *args: object, **kwargs: object) -> object:
     _now().pay(_growth("%", str(value), kwargs or args))
     return value
 
 
-def _indent(value: object, width: Any = 4, *_: object, **__: object) -> Any:
+def _indent(value: object, width: Any = 4, *_: object, **__: object) -> object:
     _now().pay((len(str(value).splitlines()) + 2) * (len(width) if isinstance(width, str) else max(int(width), 1)))
     return value
 
 
-def _int(value: object, *_: object, **__: object) -> Any:
+def _int(value: object, *_: object, **__: object) -> object:
     if isinstance(value, str) and len(value) > sys.int_info.default_max_str_digits:
         raise SecurityError(f"it reads a number of {len(value):,} digits")
     return value
 
 
-def _join(value: Any, d: object = "", *_: object, **__: object) -> Any:
+def _join(value: Iterable[object], d: object = "", *_: object, **__: object) -> object:
     return _joinable(d, value)
 
 
-def _replace(value: object, old: object, new: object, *_: object, **__: object) -> Any:
+def _replace(value: object, old: object, new: object, *_: object, **__: object) -> object:
     _pay_replacement(str(value), str(old), str(new))
     return value
 
 
-def _round(value: object, precision: Any = 0, *_: object, **__: object) -> Any:
+def _round(value: object, precision: Any = 0, *_: object, **__: object) -> object:
     _check_widths([str(abs(precision))])
     return value
 
 
-def _sum(value: object, *args: Any, start: object = 0, **_: object) -> Any:
+def _sum(value: object, *args: object, start: object = 0, **_: object) -> object:
     if not isinstance([*args[1:], start][0], int | float):
         raise SecurityError("it adds up what is no number")
     return value
@@ -357,7 +358,7 @@ def _sum(value: object, *args: Any, start: object = 0, **_: object) -> Any:
 
 def _tojson(
     value: object, ensure_ascii: object = False, indent: Any = None, separators: Any = None, *_: object, **__: object
-) -> Any:
+) -> object:
     bounds = _now()
     step = (len(indent) if isinstance(indent, str) else int(indent or 0)) + sum(map(len, separators or ()))
     _check_widths([str(max(step, 0))])
@@ -365,7 +366,7 @@ def _tojson(
     return value
 
 
-_BEFORE: dict[str, Callable[..., Any]] = {
+_BEFORE: dict[str, Callable[..., object]] = {
     "format": _format,
     "indent": _indent,
     "int": _int,

@@ -14,7 +14,7 @@ import unicodedata
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from kvlens.errors import KVLensError, nearest
 
@@ -124,6 +124,10 @@ class Arguments(argparse.ArgumentParser):
         raise KVLensError(f"{message}{hint} (see {self.prog} --help)")
 
 
+Commands: TypeAlias = "argparse._SubParsersAction[Arguments]"
+"""What a command is added to."""
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM, which is handled like Ctrl-C: stop without leaving anything half done."""
 
@@ -182,7 +186,7 @@ BAR = "{desc:<28} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 class Bar:
     """How far something is: called with what it does and the fraction that is done."""
 
-    def __init__(self, bar: "tqdm[Any]", *, lines: bool) -> None:
+    def __init__(self, bar: "tqdm[object]", *, lines: bool) -> None:
         self._bar, self._lines, self._began = bar, lines, time.monotonic()
         self._last = self._began
 

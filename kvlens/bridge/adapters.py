@@ -6,7 +6,7 @@ adapters, except where TransformerLens has one of its own.
 """
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 from transformer_lens.config import TransformerBridgeConfig
@@ -113,7 +113,7 @@ class _LengthOfAttention(MiniMaxCache):
         return length, offset
 
 
-def _measured_by_attention(first: int, module: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
+def _measured_by_attention(first: int, module: nn.Module, args: object, kwargs: dict[str, object]) -> None:
     """Before a pass: the length of a text is that in the cache of layer ``first``."""
     cache = cache_among(kwargs)
     if cache is not None and cache.__class__ is MiniMaxCache:

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, Literal
 
@@ -211,7 +211,7 @@ class KVTransformerBridge(TransformerBridge):
                 state["_handles"].append(self.original_model.register_forward_hook(self._check_logits))
 
     def _before_pass(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]
     ) -> tuple[object, dict[str, object]]:
         """Set positions after the prompt, and attach the bias in every layer, for one pass of the Transformers model."""
         self._after_pass()
@@ -364,7 +364,7 @@ class KVTransformerBridge(TransformerBridge):
                 stack.callback(cut.remove)
             return super().forward(*args, **kwargs)
 
-    def _check_pass(self, given: dict[str, Any]) -> None:
+    def _check_pass(self, given: dict[str, object]) -> None:
         """Raise KVLensError unless a pass can start from these arguments, and Transformers' model knows each of them."""
         text, mask = given["input"], given.get("attention_mask")
         is_stream = given.get("start_at_layer") is not None or (isinstance(text, Tensor) and text.is_floating_point())
@@ -388,7 +388,7 @@ class KVTransformerBridge(TransformerBridge):
     ) -> Float[Tensor, "batch n_last d_vocab"]:
         """See :meth:`kvlens.KVModel.logits_on`."""
         tokens = text if before is None else torch.cat([before, text], dim=1)
-        options: dict[str, Any] = {"attention_mask": torch.ones_like(tokens)}
+        options = {"attention_mask": torch.ones_like(tokens)}
         if kept is not None and before is not None and not bool(kept.all()):
             options = hidden(torch.cat([kept, torch.ones_like(text, dtype=torch.bool)], dim=1), keeps_positions)
         hooks = [("unembed.hook_in", lambda x, hook: x[:, -n_last:])]
@@ -451,7 +451,7 @@ class KVTransformerBridge(TransformerBridge):
         self._check_hooks(_given(TransformerBridge.run_with_hooks, self, args, kwargs))
         return super().run_with_hooks(*args, **kwargs)
 
-    def hooks(self, *args: object, **kwargs: object) -> Any:
+    def hooks(self, *args: object, **kwargs: object) -> AbstractContextManager[object]:
         """Behaves as in TransformerLens; hooks must name hook points that exist."""
         self._check_hooks(_given(TransformerBridge.hooks, self, args, kwargs))
         return super().hooks(*args, **kwargs)
@@ -466,7 +466,7 @@ _signature = functools.cache(inspect.signature)
 
 def _given(
     method: Callable[..., object], model: TransformerBridge, args: tuple[object, ...], kwargs: dict[str, object]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """The arguments of a call of a model's method, by name."""
     given = _signature(method).bind(model, *args, **kwargs)
     return {name: value for name, value in given.arguments.items() if name not in ("self", "kwargs")} | given.kwargs
@@ -493,6 +493,6 @@ def _until_exit(stack: ExitStack, handles: Iterable[RemovableHandle]) -> None:
         stack.callback(handle.remove)
 
 
-def _batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _batch_of(args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> int:
     given = args[0] if args else kwargs.get("input_ids")
     return (kwargs["inputs_embeds"] if given is None else given).shape[0]

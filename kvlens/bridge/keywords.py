@@ -18,7 +18,7 @@ ATTENTION = "past_key_values"
 EARLIER = (ATTENTION, "layer_past", "cache_params")
 
 
-def cache_among(kwargs: Mapping[str, Any]) -> Cache | None:
+def cache_among(kwargs: Mapping[str, object]) -> Cache | None:
     """The cache among the keywords of a model, a layer or a part of one; None without one."""
     return next((kwargs[name] for name in ("cache", *EARLIER) if kwargs.get(name) is not None), None)
 
@@ -29,7 +29,7 @@ def take_earlier_names(model: nn.Module) -> None:
         model.register_forward_pre_hook(_by_new_name, with_kwargs=True)
 
 
-def with_cache(kwargs: Mapping[str, Any], cache: object, name: str = ATTENTION) -> dict[str, object]:
+def with_cache(kwargs: Mapping[str, object], cache: object, name: str = ATTENTION) -> dict[str, object]:
     """The keywords of a part, with another cache, by the name that TransformerLens looks for."""
     others = {key: given for key, given in kwargs.items() if key not in ("cache", *EARLIER)}
     return others if cache is None else {**others, name: cache}
@@ -39,7 +39,7 @@ def _by_new_name(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, 
     return args, with_cache(kwargs, cache_among(kwargs), "cache")
 
 
-def text_positions(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Int[Tensor, "#batch pos"]:
+def text_positions(args: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Int[Tensor, "#batch pos"]:
     """Positions from 0 of the tokens that a Transformers model is called with: those given, or counted as the model would."""
     tokens = args[0] if args else kwargs.get("input_ids")
     tokens = kwargs["inputs_embeds"] if tokens is None else tokens

@@ -22,7 +22,7 @@ SWITCHES = ("use_attn_result", "use_split_qkv_input", "use_attn_in")
 class QuickLinear(LinearBridge):
     """A linear layer, which is its Transformers module, with offloaded weights too, while nothing is hooked."""
 
-    def __call__(self, *args: Any, **kwargs: object) -> Any:
+    def __call__(self, *args: Tensor, **kwargs: object) -> Any:
         held = self._modules
         if self._suppress_next_hook_in or kwargs or is_hooked(self, held["hook_in"], held["hook_out"]):
             return super().__call__(*args, **kwargs)
@@ -33,7 +33,7 @@ class QuickLinear(LinearBridge):
 class QuickMLP(GatedMLPBridge):
     """A gated MLP, which is its Transformers module, with its linear layers in it, while nothing is hooked."""
 
-    def __call__(self, *args: Any, **kwargs: object) -> Any:
+    def __call__(self, *args: Tensor, **kwargs: object) -> Any:
         held = self._modules
         if getattr(self, "_use_processed_weights", False) or is_hooked(self, held["hook_in"], held["hook_out"]):
             return super().__call__(*args, **kwargs)
@@ -43,7 +43,7 @@ class QuickMLP(GatedMLPBridge):
 class QuickNorm(NormalizationBridge):
     """A norm that looks at its scale only for a hook, and is its Transformers module while nothing is hooked."""
 
-    def __call__(self, *args: Any, **kwargs: object) -> Any:
+    def __call__(self, *args: Tensor, **kwargs: object) -> Any:
         held = self._modules
         points = (held[f"hook_{name}"] for name in ("in", "out", "scale", "normalized"))
         if not self.use_native_layernorm_autograd or kwargs or is_hooked(self, *points):
@@ -60,7 +60,7 @@ class QuickNorm(NormalizationBridge):
 class QuickBlock(BlockBridge):
     """A block that asks once whether its Transformers module takes any keyword, and is that module while nothing is hooked."""
 
-    def __call__(self, *args: Any, **kwargs: object) -> Any:
+    def __call__(self, *args: Tensor, **kwargs: object) -> Any:
         held, state = self._modules, self.__dict__
         is_part = state.get("_stop_at_layer_idx") is not None or state.get("_start_at_layer_idx") is not None
         attn_config = getattr(held.get("attn"), "config", None)  # each has its own in some families
@@ -71,7 +71,7 @@ class QuickBlock(BlockBridge):
             self._teardown_capture_hooks()
         return held["_original_component"](*args, **self._filter_kwargs_for_forward(kwargs, len(args)))
 
-    def _filter_kwargs_for_forward(self, kwargs: dict[str, Any], num_positional_args: int = 0) -> dict[str, object]:
+    def _filter_kwargs_for_forward(self, kwargs: dict[str, object], num_positional_args: int = 0) -> dict[str, object]:
         module = self.original_component
         if "forward" not in module.__dict__ and _takes_any_keyword(type(module).forward):
             return kwargs
@@ -79,7 +79,7 @@ class QuickBlock(BlockBridge):
 
 
 @functools.cache
-def _takes_any_keyword(function: Callable[..., Any]) -> bool:
+def _takes_any_keyword(function: Callable[..., object]) -> bool:
     return any(x.kind == inspect.Parameter.VAR_KEYWORD for x in inspect.signature(function).parameters.values())
 
 

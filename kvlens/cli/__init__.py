@@ -7,7 +7,7 @@ import argparse
 import json
 import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
 import kvlens
 from kvlens import zoo
@@ -17,7 +17,16 @@ from kvlens.cli.prompts import EXAMPLE_MODEL, EXAMPLES, MINUTES, add_explain
 from kvlens.cli.settings import add_reproduce, add_train
 from kvlens.errors import KVLensError, check_known
 from kvlens.files import read_listed
-from kvlens.terminal import Arguments, how_it_ended, plain_warnings, sigterm_as_interrupt, terminal_width, visible, wrap
+from kvlens.terminal import (
+    Arguments,
+    Commands,
+    how_it_ended,
+    plain_warnings,
+    sigterm_as_interrupt,
+    terminal_width,
+    visible,
+    wrap,
+)
 from kvlens.zoo import source_of
 
 BAD_INPUT = 2
@@ -93,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_analyse(commands: Any) -> None:
+def add_analyse(commands: Commands) -> None:
     """Add the command. It passes all arguments on, because its options depend on the analysis, which is not imported yet."""
     analyse = commands.add_parser(
         "analyse",
@@ -111,7 +120,7 @@ def _analyse(args: argparse.Namespace) -> int:
     return analyse(args.arguments)
 
 
-def add_app(commands: Any) -> None:
+def add_app(commands: Commands) -> None:
     """Add ``app`` to the command line."""
     parser = commands.add_parser(
         "app",
@@ -161,7 +170,7 @@ LEGEND = (
 )
 
 
-def add_zoo(commands: Any) -> None:
+def add_zoo(commands: Commands) -> None:
     """Add ``zoo`` to the command line."""
     parser = commands.add_parser(
         "zoo",

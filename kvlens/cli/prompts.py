@@ -15,11 +15,12 @@ from kvlens.arguments import HOW_FAR, SECTIONS, UNITS, USUAL_SECTIONS, SectionNa
 from kvlens.checks import Within, ensure
 from kvlens.errors import KVLensError
 from kvlens.files import check_regular, check_writable, each_once, reading_file, write_atomically
-from kvlens.terminal import make_console, progress_bar, visible
+from kvlens.terminal import Commands, make_console, progress_bar, visible
 from kvlens.zoo import source_of
 
 if TYPE_CHECKING:
     from kvlens import Chat
+    from kvlens.model import KVModel
 
 EXAMPLE_MODEL, TEXT_MODEL = "facts-linear", "docs-linear"
 """What explains itself where neither a model nor a prompt is given, and where a prompt is given and no model."""
@@ -138,7 +139,7 @@ def given_chat(args: argparse.Namespace) -> "Chat | None":
     return Chat.ask(asked["--question"], documents, asked["--system"])
 
 
-def check_parts(args: argparse.Namespace, model: Any, prompt: "str | Chat") -> None:
+def check_parts(args: argparse.Namespace, model: "KVModel", prompt: "str | Chat") -> None:
     """Raise KVLensError, in the words of the command line, where a chat is only a question, and nothing can be removed."""
     if isinstance(prompt, str) or prompt.layout(model).pieces:
         return
@@ -212,7 +213,7 @@ def _given(value: str | None, file: str | None, what: str) -> str | None:
         raise KVLensError(f"{flag}: {file} is not UTF-8 text (byte {error.start}); convert it first") from error
 
 
-def add_explain(commands: Any) -> None:
+def add_explain(commands: Commands) -> None:
     """Add ``explain`` to the command line."""
     explain = commands.add_parser(
         "explain",
@@ -290,8 +291,18 @@ def _explain(args: argparse.Namespace) -> int:
         check_device("--device", args.device)
         model = load(name, tokenizer=args.tokenizer, device=args.device, dtype=args.dtype, download=args.download)
         check_parts(args, model, prompt)
-        options: dict[str, Any] = dict(about=args.about, answer=args.answer, by=args.by, depth=args.depth, budget=args.budget)
-        found = explain(model, prompt, text, on_progress=tell, on_found=tell.say, **options)
+        found = explain(
+            model,
+            prompt,
+            text,
+            about=args.about,
+            answer=args.answer,
+            by=args.by,
+            depth=args.depth,
+            budget=args.budget,
+            on_progress=tell,
+            on_found=tell.say,
+        )
 
     from kvlens.cli.printed import print_explanation
 

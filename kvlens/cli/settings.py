@@ -19,7 +19,7 @@ from kvlens.arguments import check_device, path_of
 from kvlens.checks import Within, ensure, from_fields
 from kvlens.errors import KVLensError, check_known
 from kvlens.files import work_on
-from kvlens.terminal import how_it_ended, terminal_width, visible
+from kvlens.terminal import Commands, how_it_ended, terminal_width, visible
 
 if TYPE_CHECKING:
     from kvlens.papers.harness.run import Experiment
@@ -36,7 +36,7 @@ def settings_of(flag: str, pairs: Iterable[str]) -> dict[str, object]:
     Raises:
         KVLensError: something other than NAME=VALUE.
     """
-    settings: dict[str, Any] = {}
+    settings: dict[str, object] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name:
@@ -48,7 +48,7 @@ def settings_of(flag: str, pairs: Iterable[str]) -> dict[str, object]:
     return settings
 
 
-def add_train(commands: Any) -> None:
+def add_train(commands: Commands) -> None:
     """Add ``train`` to the command line."""
     train = commands.add_parser(
         "train",
@@ -129,7 +129,7 @@ def _print_facts(facts: dict[str, Any], out: str) -> None:
 SCALES, SUMMARY = ("small", "paper", "tiny"), "summary.json"
 
 
-def add_reproduce(commands: Any) -> None:
+def add_reproduce(commands: Commands) -> None:
     """Add ``reproduce`` to the command line."""
     parser = commands.add_parser(
         "reproduce",
@@ -224,7 +224,7 @@ def _command(name: str, args: argparse.Namespace) -> str:
     return shlex.join(["kvlens", "reproduce", name, *scale, *model, *(["--set", *args.set] if args.set else [])])
 
 
-def _with_settings(experiment: "Experiment", args: argparse.Namespace, settings: dict[str, Any]) -> "Experiment":
+def _with_settings(experiment: "Experiment", args: argparse.Namespace, settings: dict[str, object]) -> "Experiment":
     """The experiment with the settings of its scale changed by --model, --tokenizer and --set."""
     from kvlens.papers.harness.run import with_settings
 

@@ -7,7 +7,7 @@ in the file's metadata stands for the checksum, which takes its place when the f
 from collections.abc import Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pandas as pd
 import pyarrow as pa
@@ -36,7 +36,7 @@ class TableWriter(pq.ParquetWriter):
         super().__init__(file, schema, compression="zstd", write_page_checksum=True)
         self._file = file
 
-    def seal(self, facts: Mapping[Any, Any] | None = None) -> None:
+    def seal(self, facts: Mapping[str, str] | None = None) -> None:
         """Write the end of the file, with ``facts`` in its metadata, and the checksum."""
         self.add_key_value_metadata({**(facts or {}), KEY: MARK})
         self.close()

@@ -78,9 +78,9 @@ def read_json(what: str, path: Path) -> Any:
     return parsed_json(what, path, text)
 
 
-def each_once(pairs: list[tuple[str, Any]]) -> dict[str, object]:
+def each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """A JSON object, for ``object_pairs_hook``; ValueError where a name occurs twice: Python would take the last."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, value in pairs:
         if name in found:
             raise ValueError(f"{brief(name)} occurs twice in one object")
@@ -123,7 +123,7 @@ def checksum(*parts: str | bytes | memoryview) -> str:
     return hasher.hexdigest()
 
 
-def checksum_of_json(value: Mapping[str, Any]) -> str:
+def checksum_of_json(value: Mapping[str, object]) -> str:
     """The checksum of a JSON object, independent of formatting and without its own entry ``checksum``."""
     return checksum(json.dumps({k: v for k, v in value.items() if k != "checksum"}, sort_keys=True))
 
