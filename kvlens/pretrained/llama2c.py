@@ -43,7 +43,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvlens.arguments import path_of
 from kvlens.base import HookedTransformerConfig
-from kvlens.errors import KVLensError
+from kvlens.errors import KVLensError, first_line
 from kvlens.files import check_regular, reading_file
 from kvlens.pretrained.hugging_face import PretrainedParts
 from kvlens.tokenizer import with_bos
@@ -137,9 +137,8 @@ def read_sizes(path: Path) -> Llama2cSizes:
     check_regular("from_llama2c", path)
     with reading_file("from_llama2c", path), path.open("rb") as file:
         head, found = file.read(HEADER.size), path.stat().st_size
-    if len(head) < HEADER.size:
-        raise KVLensError(f"from_llama2c: {path} is truncated: the header has {HEADER.size} bytes, the file {found}")
-    d_model, d_mlp, n_layers, n_heads, n_kv_heads, vocab, n_ctx = HEADER.unpack(head)
+    # a shorter header asks for sizes of 0, which no checkpoint has
+    d_model, d_mlp, n_layers, n_heads, n_kv_heads, vocab, n_ctx = HEADER.unpack(head.ljust(HEADER.size, b"\0"))
     if d_model == MAGIC:
         raise KVLensError(
             f"from_llama2c: {path} was written by a later export of llama2.c (version {d_mlp}); export it with --version 0, or "
@@ -271,21 +270,16 @@ def _read_tokens(path: Path) -> list[tuple[str, float]]:
         raw = path.read_bytes()
     tokens = list[tuple[str, float]]()
     at = 4
-    while at < len(raw):
-        where = f"from_llama2c: the tokenizer {path} is truncated or damaged at token {len(tokens)}"
-        if at + _ENTRY.size > len(raw):
-            raise KVLensError(f"{where}: {len(raw) - at} bytes are left, an entry begins with {_ENTRY.size}")
-        score, length = _ENTRY.unpack_from(raw, at)
-        at += _ENTRY.size
-        if not 0 < length <= _LONGEST or not math.isfinite(score):
-            raise KVLensError(f"{where}: its length is {length} and its score {score}")
-        if at + length > len(raw):
-            raise KVLensError(f"{where}: it has {length} bytes, {len(raw) - at} are left")
-        try:
-            tokens.append((raw[at : at + length].decode("utf-8"), score))
-        except UnicodeDecodeError as error:
-            raise KVLensError(f"{where}: its bytes are not UTF-8 text") from error
-        at += length
+    try:
+        while at < len(raw):
+            score, length = _ENTRY.unpack_from(raw, at)
+            start, at = at + _ENTRY.size, at + _ENTRY.size + length
+            if not 0 < length <= _LONGEST or not math.isfinite(score) or at > len(raw):
+                raise ValueError(f"its length is {length} and its score {score}, {len(raw) - start} bytes are left")
+            tokens.append((raw[start:at].decode("utf-8"), score))
+    except (struct.error, ValueError) as error:
+        where = f"the tokenizer {path} is truncated or damaged at token {len(tokens)}"
+        raise KVLensError(f"from_llama2c: {where}: {first_line(error)}") from error
     return tokens
 
 
