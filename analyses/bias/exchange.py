@@ -295,7 +295,7 @@ class HeadExchange(Exchange):
         first: Sequence[int] | None = None,
         batch_size: int | None = None,
         on_progress: Callable[[float], None] | None = None,
-        hooks_of: Callable[[slice], list[tuple[str, Callable]]] = lambda rows: [],
+        hooks_of: Callable[[slice], list[tuple[str, Callable[..., Tensor]]]] = lambda rows: [],
     ) -> Iterator[Float[Tensor, "row pos d_vocab"]]:
         """Yield the logits on a text under each row, in order, one forward pass at a time.
 

@@ -303,7 +303,7 @@ def _logits(
     model: KVModel, read: HeadByWriter, changes: Float[Tensor, "row pos d_head"] | None = None
 ) -> Float[Tensor, "row 1 d_vocab"]:
     """The logits at the query; in each row with the values of the head, and of no other, changed at the tokens."""
-    rows, hooks = read.tokens[None], list[tuple[str, Callable]]()
+    rows, hooks = read.tokens[None], list[tuple[str, Callable[..., Tensor | None]]]()
     if changes is not None:
         change = torch.einsum("ij,rjd->rid", read.pattern, changes)
         change = change if read.gate is None else change * read.gate

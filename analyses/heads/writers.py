@@ -78,7 +78,7 @@ class Front:
         own: its queries, keys and values.
     """
 
-    def __init__(self, block: nn.Module, part: Any, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]):
+    def __init__(self, block: nn.Module, part: Any, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.block, self.part = block, part
         self.stream: Tensor = args[0] if args else kwargs["hidden_states"]
         self._args = [None if _is_cache(x) else x for x in args[1:]]

@@ -140,7 +140,7 @@ class HasText(HookedRootModule):
         input: object,  # noqa: A002
         prepend_bos: bool | None = USE_DEFAULT_VALUE,
         padding_side: str | None = USE_DEFAULT_VALUE,
-    ) -> list:
+    ) -> list[Any]:
         """The text of each token of a string, or of tokens [pos] or [1, pos]; a list of these for a list."""
         if isinstance(input, list):
             return [self.to_str_tokens(one, prepend_bos, padding_side) for one in input]

@@ -68,6 +68,7 @@ assert (continued - expected).norm() < 1e-11 * expected.norm()
 ```
 """
 
+from abc import ABC, abstractmethod
 from typing import ClassVar, Literal
 
 import torch
@@ -79,7 +80,7 @@ from kvlens.ops import feature_maps as ops
 from kvlens.ops.feature_maps import draw_projections
 
 
-class FeatureMap(nn.Module):
+class FeatureMap(nn.Module, ABC):
     """phi of one layer, the same function for queries and keys.
 
     To add a map, write a subclass with ``kind``, ``positive`` and ``forward``; everything else has a default. Parameters and
@@ -116,9 +117,9 @@ class FeatureMap(nn.Module):
     def init_weights(self, generator: torch.Generator | None) -> None:
         """Initialize the parameters and buffers, drawing all random numbers from ``generator``."""
 
+    @abstractmethod
     def forward(self, x: Float[Tensor, "batch pos head d_head"]) -> Float[Tensor, "batch pos head d_phi"]:
         """phi(x), for queries (``head`` query heads) and for keys (``head`` key-value heads)."""
-        raise NotImplementedError
 
 
 def per_head(

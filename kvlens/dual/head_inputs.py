@@ -7,14 +7,13 @@ normalizer "none". Grouped keys and values are repeated, so that everything has 
 Of another front end, whose attention is softmax, they are what conversion reads of it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from einops import repeat
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformer_lens import ActivationCache
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import get_device_for_block_index
 
@@ -135,7 +134,7 @@ def reading_hooks(model: HookedKVTransformer, layer: int) -> list[str]:
     return [f"blocks.{layer}.attn.{name}" for name in names]
 
 
-def layer_reading(model: HookedKVTransformer, layer: int, cache: ActivationCache) -> LayerReading:
+def layer_reading(model: HookedKVTransformer, layer: int, cache: Mapping[str, Tensor]) -> LayerReading:
     """The reading from a cache that holds :func:`reading_hooks`, of one text (batch 1)."""
 
     def get(name: str) -> Tensor:
@@ -229,7 +228,7 @@ def _has_bias(model: KVModel) -> bool:
     return model.attached_kv_bias is not None or getattr(model.cfg, "trainable_kv_bias", False)
 
 
-def _softmax_terms(model: KVModel, layer: int, cache: ActivationCache, q: Tensor, k: Tensor) -> dict[str, Any]:
+def _softmax_terms(model: KVModel, layer: int, cache: Mapping[str, Tensor], q: Tensor, k: Tensor) -> dict[str, Any]:
     part = attention_parts(model)[layer]
     rule, pos = part.score_rule(), q.shape[1]
     scores = q @ k.transpose(-1, -2) / rule.scale
@@ -251,7 +250,7 @@ def _softmax_terms(model: KVModel, layer: int, cache: ActivationCache, q: Tensor
     return dict(log_normalizer=log_normalizer, normalizer_sign=signs, scale=rule.scale, log_decay=log_decay, **rows)
 
 
-def _linear_terms(model: HookedKVTransformer, layer: int, cache: ActivationCache) -> dict[str, Any]:
+def _linear_terms(model: HookedKVTransformer, layer: int, cache: Mapping[str, Tensor]) -> dict[str, Any]:
     attention: KVAttention = model.blocks[layer].attn
     at = f"blocks.{layer}.attn."
     z = cache[at + "hook_z"][0]

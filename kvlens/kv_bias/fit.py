@@ -300,7 +300,7 @@ class BiasFit:
         tensors = {name: getattr(self, name) for name in self.BY_LAYER}
         return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
-    def rows(self) -> list[dict[str, float]]:
+    def rows(self) -> list[dict[str, float | int]]:
         """One row per layer and query head (and prompt of a batch): ``n_keys``, ``head_output_error``, ``mass_error``; no rows
         if they are not known. Of a hybrid model layers are counted among those with attention.
         """

@@ -339,7 +339,7 @@ def logits_on(
         return resid[:, -n_last:]
 
     names = [*(f"blocks.{layer}.hook_resid_pre" for layer in range(last + 1)), f"blocks.{last}.hook_resid_post"]
-    hooks: list[tuple[str, Callable]] = [] if residuals is None else [(name, keep) for name in names]
+    hooks: list[tuple[str, Callable[..., Tensor | None]]] = [] if residuals is None else [(name, keep) for name in names]
     hooks.append((f"blocks.{last}.{model.blocks[last].cut_point()}", cut))
     n_before = 0 if before is None else before.shape[1]
     by_state = model.cfg.attention == "linear" and not model.cfg.attention_variant and not has_hooks(model)
@@ -364,7 +364,7 @@ def logits_of(
 ) -> Float[Tensor, "batch n_last d_vocab"]:
     """See :meth:`kvlens.KVModel.logits_of`."""
     n_layers, n_last = model.cfg.n_layers, n_last or residual.shape[1]
-    hooks: list[tuple[str, Callable]] = []
+    hooks: list[tuple[str, Callable[..., Tensor | None]]] = []
     if layer is None or layer == n_layers:
         residual = residual[:, -n_last:]
     elif n_last < residual.shape[1]:

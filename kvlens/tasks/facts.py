@@ -10,7 +10,7 @@ value belongs to which subject, any value of that kind in the story.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -56,28 +56,6 @@ class Answers:
     def log_p(self) -> Float[Tensor, " question"]:
         """The log-probability of the value."""
         return self.logits.double().log_softmax(dim=-1).gather(1, self.token[:, None])[:, 0]
-
-
-class AnswerShares(NamedTuple):
-    """Accuracy on stories of one length.
-
-    Attributes:
-        n_facts: facts per story.
-        n_answers: number of answers scored.
-        with_story: accuracy after reading the story.
-        converted: accuracy with the story as a KV bias; None if the model cannot convert prompts exactly.
-        without_story: accuracy after only BOS and the earlier questions.
-        guess: expected accuracy of guessing any value of the right kind.
-        guess_in_story: expected accuracy of guessing any value of the right kind in the story.
-    """
-
-    n_facts: int
-    n_answers: int
-    with_story: float
-    converted: float | None
-    without_story: float
-    guess: float
-    guess_in_story: float
 
 
 def scored_questions(
@@ -132,18 +110,24 @@ def answers_without_story(model: Asked, stories: Sequence[Story]) -> Answers:
 
 
 @torch.no_grad()
-def answer_shares(model: Asked, stories: Sequence[Story], *, batch_size: int = 32) -> AnswerShares:
+def answer_shares(model: Asked, stories: Sequence[Story], *, batch_size: int = 32) -> dict[str, float | int | None]:
     """Measure a model on stories of one length.
 
     Args:
         model: a model trained on the task; with linear attention, or on a bridge, the converted story is measured too.
         stories: stories with the same number of sentences.
         batch_size: stories at a time.
+
+    Returns:
+        ``n_facts`` of a story; ``n_answers`` scored; the accuracy ``with_story`` before the question, ``converted``, with the
+        story as a KV bias (None of a model that cannot convert exactly), and ``without_story``, after BOS and the earlier
+        questions alone; the accuracy expected of a ``guess`` of any value of the right kind, and of ``guess_in_story``, of one
+        that the story names.
     """
     asked = [question for story in stories for question in story.questions if not question.repeated]
     parts = [stories[start : start + batch_size] for start in range(0, len(stories), batch_size)]
     exact = isinstance(model, KVTransformerBridge) or model.cfg.attention == "linear"
-    return AnswerShares(
+    return dict(
         n_facts=len(stories[0].sentences),
         n_answers=len(asked),
         with_story=_share(answers_after_story(model, part) for part in parts),
@@ -311,5 +295,5 @@ class FactsTask(Task):
 def _measured(model: Asked, stories: Sequence[Story], hops: int | None) -> dict[str, object]:
     """Accuracy on questions that need ``hops`` sentences; None for all questions."""
     if hops is None:
-        return answer_shares(model, stories)._asdict()
-    return {**answer_shares(model, scoring_hops(stories, hops))._asdict(), "hops": hops}
+        return dict(answer_shares(model, stories))
+    return {**answer_shares(model, scoring_hops(stories, hops)), "hops": hops}

@@ -120,7 +120,7 @@ def test_two_hand_made_guessers_reach_the_stated_chance():
     task = make_task("facts", min_facts=6, max_facts=6, length=160)
     drawn = task.stories(1500, seeded(5), "heldout")
     shares = answer_shares(build_model(task, dict(n_layers=1, d_model=16, d_head=8)), drawn[:8])
-    assert shares.n_facts == 6 and shares.n_answers == len(scored_questions(drawn[:8])[0])
+    assert shares["n_facts"] == 6 and shares["n_answers"] == len(scored_questions(drawn[:8])[0])
     generator, hits, n = seeded(6), [0, 0], 0
     expected = answer_shares_of_chance(drawn)
     for story in drawn:
@@ -136,7 +136,7 @@ def test_two_hand_made_guessers_reach_the_stated_chance():
 
 def answer_shares_of_chance(drawn):
     blind = answer_shares(Blank(), drawn, batch_size=len(drawn))
-    return blind.guess, blind.guess_in_story
+    return blind["guess"], blind["guess_in_story"]
 
 
 class Blank:
