@@ -211,7 +211,7 @@ class KVTransformerBridge(TransformerBridge):
                 state["_handles"].append(self.original_model.register_forward_hook(self._check_logits))
 
     def _before_pass(
-        self, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, object]
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, object]
     ) -> tuple[object, dict[str, object]]:
         """Set positions after the prompt, and attach the bias in every layer, for one pass of the Transformers model."""
         self._after_pass()
@@ -493,6 +493,6 @@ def _until_exit(stack: ExitStack, handles: Iterable[RemovableHandle]) -> None:
         stack.callback(handle.remove)
 
 
-def _batch_of(args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> int:
+def _batch_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     given = args[0] if args else kwargs.get("input_ids")
     return (kwargs["inputs_embeds"] if given is None else given).shape[0]

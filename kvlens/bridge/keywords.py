@@ -39,7 +39,7 @@ def _by_new_name(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, 
     return args, with_cache(kwargs, cache_among(kwargs), "cache")
 
 
-def text_positions(args: Sequence[Tensor], kwargs: Mapping[str, Any]) -> Int[Tensor, "#batch pos"]:
+def text_positions(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Int[Tensor, "#batch pos"]:
     """Positions from 0 of the tokens that a Transformers model is called with: those given, or counted as the model would."""
     tokens = args[0] if args else kwargs.get("input_ids")
     tokens = kwargs["inputs_embeds"] if tokens is None else tokens

@@ -22,7 +22,7 @@ SWITCHES = ("use_attn_result", "use_split_qkv_input", "use_attn_in")
 class QuickLinear(LinearBridge):
     """A linear layer, which is its Transformers module, with offloaded weights too, while nothing is hooked."""
 
-    def __call__(self, *args: Tensor, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         held = self._modules
         if self._suppress_next_hook_in or kwargs or is_hooked(self, held["hook_in"], held["hook_out"]):
             return super().__call__(*args, **kwargs)
@@ -33,7 +33,7 @@ class QuickLinear(LinearBridge):
 class QuickMLP(GatedMLPBridge):
     """A gated MLP, which is its Transformers module, with its linear layers in it, while nothing is hooked."""
 
-    def __call__(self, *args: Tensor, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         held = self._modules
         if getattr(self, "_use_processed_weights", False) or is_hooked(self, held["hook_in"], held["hook_out"]):
             return super().__call__(*args, **kwargs)
@@ -60,7 +60,7 @@ class QuickNorm(NormalizationBridge):
 class QuickBlock(BlockBridge):
     """A block that asks once whether its Transformers module takes any keyword, and is that module while nothing is hooked."""
 
-    def __call__(self, *args: Tensor, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         held, state = self._modules, self.__dict__
         is_part = state.get("_stop_at_layer_idx") is not None or state.get("_start_at_layer_idx") is not None
         attn_config = getattr(held.get("attn"), "config", None)  # each has its own in some families
