@@ -158,8 +158,8 @@ def test_accuracy_is_one_for_a_perfect_model_and_chance_for_a_guessing_one():
     same = [story for story in DRAWN["plain", "train"] if len(story.sentences) == 4]
     assert len(same) > 5
     shares = answer_shares(Knows(), same, batch_size=3)
-    assert shares.with_story == shares.without_story == 1.0 and shares.converted is None
-    assert answer_shares(Blank(), same).with_story == 0.0
+    assert shares["with_story"] == shares["without_story"] == 1.0 and shares["converted"] is None
+    assert answer_shares(Blank(), same)["with_story"] == 0.0
     assert 1 / 32 < shares.guess < 1 / 16 and 1 / 4 <= shares.guess_in_story <= 1 / 2
 
 
@@ -167,7 +167,7 @@ def test_a_converted_story_gives_the_same_answers():
     task = FactsTask(min_facts=3, max_facts=3, length=90)
     model = build_model(task, dict(n_layers=2, d_model=16, d_head=8, attention="linear", kv_shift=dict(window=2)))
     shares = answer_shares(model, task.stories(20, seeded(7), "heldout"), batch_size=6)
-    assert shares.converted == shares.with_story
+    assert shares["converted"] == shares["with_story"]
 
 
 def test_the_model_of_the_task_reads_and_writes_text():
