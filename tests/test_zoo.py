@@ -87,12 +87,12 @@ def test_models_of_stories_answer_as_their_facts_say(name):
         stories = stories if task.hops == 1 else scoring_hops(stories, stated["hops"])
         shares = answer_shares(model, stories)
         # Another draw of n answers: four standard errors below what is stated, which itself is at least the bound.
-        slack = 4 * (bound * (1 - bound) / shares.n_answers) ** 0.5
-        assert stated["with_story"] >= bound and shares.with_story >= stated["with_story"] - slack
+        slack = 4 * (bound * (1 - bound) / shares["n_answers"]) ** 0.5
+        assert stated["with_story"] >= bound and shares["with_story"] >= stated["with_story"] - slack
         if task.hops == 1:  # of two hops, earlier questions and their answers give some away
-            assert shares.without_story <= shares.guess + slack < shares.guess_in_story
+            assert shares["without_story"] <= shares["guess"] + slack < shares["guess_in_story"]
         if stated["converted"] is not None:
-            assert shares.converted == shares.with_story and stated["converted"] == stated["with_story"]
+            assert shares["converted"] == shares["with_story"] and stated["converted"] == stated["with_story"]
 
 
 def test_only_names_and_paths_are_loaded():

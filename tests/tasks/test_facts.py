@@ -160,7 +160,7 @@ def test_accuracy_is_one_for_a_perfect_model_and_chance_for_a_guessing_one():
     shares = answer_shares(Knows(), same, batch_size=3)
     assert shares["with_story"] == shares["without_story"] == 1.0 and shares["converted"] is None
     assert answer_shares(Blank(), same)["with_story"] == 0.0
-    assert 1 / 32 < shares.guess < 1 / 16 and 1 / 4 <= shares.guess_in_story <= 1 / 2
+    assert 1 / 32 < shares["guess"] < 1 / 16 and 1 / 4 <= shares["guess_in_story"] <= 1 / 2
 
 
 def test_a_converted_story_gives_the_same_answers():
