@@ -28,11 +28,11 @@ from kvlens.ops.softmax_features import distance_scores
 MOVING_RATE = 3e-2
 """Of the first Adam step, relative to the size of a head's keys and of its values; of log-weights as it is."""
 QUERIES_PER_STEP = 256
-"""At most: queries are dealt into equal parts, of which each step reads one."""
+"""At most: queries are dealt into equal parts, of which each step reads one; all are read before one is read again."""
 JUDGES = 8
 """One of so many queries judges."""
-FIRST_MOMENT, SECOND_MOMENT, EPSILON = 0.9, 0.999, 1e-8
-"""Adam's."""
+FIRST_MOMENT, SECOND_MOMENT, EPSILON = 0.7, 0.999, 1e-8
+"""Adam's, but for a shorter memory of gradients: 100 steps are too few for 0.9."""
 LARGEST_LOG_SHARE = 20.0
 """A key that moves may get any score on the way; its share stays finite."""
 
@@ -121,10 +121,11 @@ def descended(
     units = torch.cat(
         [unit.expand(n) for unit, n in zip((_size(first[0]), x.new_ones(()), _size(first[2])), widths, strict=True)]
     )
-    mean, square = torch.zeros_like(x), torch.zeros_like(x)
+    mean, square, order = torch.zeros_like(x), torch.zeros_like(x), list[int]()
     for step in range(steps):
         keys, log_weights, values = x.split(widths, dim=1)
-        rows = parts[int(torch.randperm(len(parts), generator=generator)[0])]
+        order = order or torch.randperm(len(parts), generator=generator).tolist()
+        rows = parts[order.pop()]
         slope = units * torch.cat(slopes(rows, keys, log_weights[:, 0], values, root, read.rule.soft_cap), dim=1) / before
         mean.lerp_(slope, 1 - FIRST_MOMENT)
         square.mul_(SECOND_MOMENT).addcmul_(slope, slope, value=1 - SECOND_MOMENT)

@@ -212,7 +212,8 @@ def naive_descended(read: Wanted, start: Placed, root: torch.Tensor, steps: int,
     units = moved_keys._size(first[0]), 1.0, moved_keys._size(first[2])
     changes = [torch.zeros_like(x).requires_grad_() for x in first]
     size = math.ceil(len(read.p) / math.ceil(len(read.p) / moved_keys.QUERIES_PER_STEP))
-    optimizer = torch.optim.Adam(changes, lr=moved_keys.MOVING_RATE)
+    betas = moved_keys.FIRST_MOMENT, moved_keys.SECOND_MOMENT
+    optimizer, order = torch.optim.Adam(changes, lr=moved_keys.MOVING_RATE, betas=betas), list[int]()
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
     def now() -> Placed:
@@ -220,7 +221,8 @@ def naive_descended(read: Wanted, start: Placed, root: torch.Tensor, steps: int,
         return start._replace(keys=keys, weights=log_weights.exp(), values=log_weights.exp()[:, None] * values)
 
     for _ in range(steps):
-        number = int(torch.randperm(math.ceil(len(read.p) / size), generator=generator)[0])
+        order = order or torch.randperm(math.ceil(len(read.p) / size), generator=generator).tolist()
+        number = order.pop()
         some, placed, total = read.part(slice(number * size, (number + 1) * size)), now(), 0.0
         for psi, p, a, z in some.rows(placed.keys, placed.distance):
             off = psi @ placed.weights - p
