@@ -16,6 +16,7 @@ from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache,
 from transformer_lens.hook_points import HookPoint
 from transformer_lens.utilities import (
     USE_DEFAULT_VALUE,
+    get_dataset,
     get_device_for_block_index,
     lm_cross_entropy_loss,
     repeat_along_head_dimension,
@@ -147,6 +148,10 @@ class TransformerBlock(nn.Module):
 
 
 PASS_RETURNS = Literal["logits", "loss", "both"] | None
+DATASETS = {"neel": "c4_code", "GPT2LMHeadModel": "openwebtext"} | dict.fromkeys(
+    ("neel-solu-old", "GPTNeoForCausalLM", "GPTNeoXForCausalLM", "GPTJForCausalLM", "OPTForCausalLM"), "pile"
+)
+"""Samples of what models were trained on, by architecture."""
 ON_REQUEST = {
     "hook_result": "use_attn_result",
     "hook_q_input": "use_split_qkv_input",
@@ -188,7 +193,7 @@ class HookedTransformer(HasText, HasWeights):
         HookedRootModule.__init__(self)
         self.cfg = cfg = HookedTransformerConfig.unwrap(cfg)
         check_known("positional_embedding_type: none", cfg.positional_embedding_type, self.positions)
-        self.tokenizer = None
+        self.tokenizer, self.dataset = None, None
         tokenizer = tokenizer if tokenizer is not None or cfg.tokenizer_name is None else self.tokenizer_by_name(cfg)
         if tokenizer is not None:
             self.set_tokenizer(tokenizer, default_padding_side=default_padding_side)
@@ -425,3 +430,16 @@ class HookedTransformer(HasText, HasWeights):
     def mps(self: M) -> M:
         """:meth:`to` Apple's GPU."""
         return self.to(torch.device("mps"))
+
+    def load_sample_training_dataset(self, **kwargs: object) -> Any:
+        """10,000 to 20,000 texts like those that a public model was trained on, downloaded; kept as ``dataset``."""
+        self.dataset = get_dataset(DATASETS[str(self.cfg.original_architecture)], **kwargs)
+        return self.dataset
+
+    def sample_datapoint(
+        self, tokenize: bool = False, prepend_bos: bool | None = USE_DEFAULT_VALUE, padding_side: str | None = USE_DEFAULT_VALUE
+    ) -> Any:
+        """A random text of ``dataset``, or its tokens."""
+        dataset = self.dataset if self.dataset is not None else self.load_sample_training_dataset()
+        text = dataset[int(torch.randint(len(dataset), (1,)))]["text"]
+        return self.to_tokens(text, prepend_bos, padding_side) if tokenize else text
