@@ -81,6 +81,8 @@ def attention_view(
         KVLensError: inconsistent sizes, more than 64 heads, ``max_tokens`` below 4.
     """
     values, rows, names = _checked(tokens, pattern, queries, n_prompt, head_names)
+    if positions is not None and len(positions) != len(tokens):
+        raise KVLensError(f"attention_view: {len(tokens)} tokens and {len(positions)} positions; give one per token")
     limit = max(16, math.isqrt(MAX_CELLS // (len(values) + 1))) if max_tokens is None else max_tokens
     n_broken = int((~values.isfinite()).sum())
     numbers = [*range(n_prompt), *range(len(tokens) - n_prompt)] if positions is None else positions
@@ -266,7 +268,13 @@ def induction_arcs(
 
     Returns:
         A `Piece`; ``ax`` where it was given.
+
+    Raises:
+        KVLensError: positions outside the tokens.
     """
+    for column, n in (("position", len(tokens) - n_prompt), ("prompt_position", n_prompt)):
+        if len(arcs) and not 0 <= arcs[column].min() <= arcs[column].max() < n:
+            raise KVLensError(f"induction_arcs: {column} must lie in 0..{n - 1}")
     arcs = arcs.assign(query=arcs["position"] + n_prompt)
     strongest, positions = _shown(arcs, len(tokens))
     at = {position: i for i, position in enumerate(positions)}

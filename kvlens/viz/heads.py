@@ -18,6 +18,7 @@ from torch import Tensor
 from kvlens.analyses import HeadDetails
 from kvlens.arguments import numbers_of
 from kvlens.checks import checked
+from kvlens.errors import KVLensError
 from kvlens.viz._figures import (
     FULL_COLOR,
     beyond,
@@ -288,10 +289,18 @@ def dual_view(
 
     Returns:
         A `Piece`; ``ax`` where it was given.
+
+    Raises:
+        KVLensError: a head with missing or duplicate demonstrations.
     """
     by_head = losses.groupby(["layer", "head"], as_index=False)[list(FIGURES)].mean()
     given = demonstrations.sort_values(["layer", "head", "prompt_position"], kind="stable")
     n = given["prompt_position"].nunique()
+    if not (given.groupby(["layer", "head"]).size() == n).all() or len(given) != n * len(by_head):
+        raise KVLensError(
+            f"dual_view: expected one row for each of {len(by_head)} heads and {n} demonstrations, got {len(given)}; give the "
+            "table of one query of the same prompt"
+        )
     if ax is not None:
         return draw_heat_map(ax, by_head, FIGURES[0], title, without_zero=True)
     data = {"maps": maps_data(by_head, FIGURES, LOGARITHMS), **_json(given, by_head, n, query)}

@@ -378,6 +378,11 @@ REFUSED = [
         for piece in (lambda: viz.error_table(heads()), lambda: viz.linked_view(shares()))
     ),
     ("one layer and position has two rows", lambda: viz.depth_map(by_depth(position=0))),
+    ("position must lie in 0..0", lambda: viz.induction_arcs(AB, 1, ARCS, SCORES)),
+    *(
+        (f"one row for each of 6 heads and 3 demonstrations, got {len(x)}", lambda x=x: viz.dual_view(losses(), x))
+        for x in (demonstrations().iloc[1:], pd.concat([demonstrations()] * 2))
+    ),
     *(("expected a path", lambda x=x: viz.error_table(heads()).save_html(x)) for x in ("", "a\0b")),
     ("cannot write: ", functools.partial(viz.error_table(heads()).save_html, "x" * 300)),
 ]
