@@ -137,8 +137,9 @@ def read_sizes(path: Path) -> Llama2cSizes:
     check_regular("from_llama2c", path)
     with reading_file("from_llama2c", path), path.open("rb") as file:
         head, found = file.read(HEADER.size), path.stat().st_size
-    # a shorter header asks for sizes of 0, which no checkpoint has
-    d_model, d_mlp, n_layers, n_heads, n_kv_heads, vocab, n_ctx = HEADER.unpack(head.ljust(HEADER.size, b"\0"))
+    if len(head) < HEADER.size:
+        raise KVLensError(f"from_llama2c: {path} is truncated: the header has {HEADER.size} bytes, the file {found}")
+    d_model, d_mlp, n_layers, n_heads, n_kv_heads, vocab, n_ctx = HEADER.unpack(head)
     if d_model == MAGIC:
         raise KVLensError(
             f"from_llama2c: {path} was written by a later export of llama2.c (version {d_mlp}); export it with --version 0, or "

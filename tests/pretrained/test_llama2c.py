@@ -198,8 +198,8 @@ def changed(raw: bytes, at: int, number: int) -> bytes:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda raw: b"", "expected positive numbers"),
-        (lambda raw: raw[:24], "expected positive numbers"),
+        (lambda raw: b"", "truncated: the header has 28 bytes, the file 0"),
+        (lambda raw: raw[:27], "truncated: the header has 28 bytes, the file 27"),
         (
             lambda raw: raw[:-1],
             r"is truncated, or no llama2.c checkpoint: its header \(width 12, .* asks for [\d,]+ bytes, the file has",
