@@ -19,8 +19,13 @@ def bias(prompt=PROMPT):
     return convert_prompt(linear(), prompt)
 
 
-def batch_of_prompts():
-    return convert_prompt(linear(), [PROMPT, "The widget", "Return"])
+def batch_of_prompts(model=linear):
+    return convert_prompt(model(), [PROMPT, "The widget", "Return"])
+
+
+@functools.cache
+def learned_positions():
+    return tiny_text_model(positional_embedding_type="standard")
 
 
 def under(of, text, model=linear):
@@ -125,6 +130,10 @@ MISTAKES = {
         lambda: under(batch_of_prompts, tokens(2, 4)),
         "the attached bias holds 3 prompts and the input has batch 2: give one row per prompt, or attach the bias of a single "
         "prompt, which serves every row",
+    ),
+    "the same, where positions are learned": (
+        lambda: under(lambda: batch_of_prompts(learned_positions), tokens(2, 4), learned_positions),
+        "the attached bias holds 3 prompts and the input has batch 2",
     ),
     "a batch where one prompt is asked for": (
         lambda: analyses.bias_singular_values(linear(), batch_of_prompts()),

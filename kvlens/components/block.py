@@ -15,6 +15,7 @@ from kvlens.base import HookedTransformerConfig, PosEmbed, TransformerBlock
 from kvlens.components.attention import GroupedQueryKVAttention, KVAttention
 from kvlens.components.config import AttentionConfig
 from kvlens.components.heads import all_take_positions, counted_by, given_places, is_hooked
+from kvlens.components.layer_bias import check_batch
 from kvlens.errors import KVLensError
 
 
@@ -61,7 +62,10 @@ class _Offset(nn.Module):
             assert attention_mask is not None
             ids = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)[:, past:]
         offset = self.position_offset
-        return ids + (offset[:, None].to(ids.device) if isinstance(offset, Tensor) else offset)
+        if not isinstance(offset, Tensor):
+            return ids + offset
+        check_batch(len(offset), len(tokens))
+        return ids + offset[:, None].to(ids.device)
 
     @staticmethod
     def without_padding(embedded: Tensor, past: int, attention_mask: Tensor | None) -> Tensor:
