@@ -156,7 +156,7 @@ class UnitSearch:
             found = self._may_lose(number, dict(zip(sets, self._without(sets), strict=True)))
             self.runs.without(found[:1], "closed")
             if number == self.explaining.expected:
-                self.runs.without([self.everything - set(members) for members in found[:1]])
+                self.runs.without([others for members in found[:1] if (others := self.everything.difference(members))])
 
     def _without(self, sets: Sequence[IndexSet]) -> list[Outcome]:
         """What is said without sets; as a text where that decides about any claim."""
@@ -236,10 +236,9 @@ class UnitSearch:
         return [(unit,) for unit in alone if self._closed(number, (unit,), self.each[unit])] or [found]
 
     def _sets(self, number: int) -> list[IndexSet]:
-        """The strongest two units, three, and so on."""
+        """The strongest two units, three, and so on; of few units all of them at last."""
         order = self._order(number)
-        most = min(MOST_TOGETHER, len(order) - 1)
-        return [tuple(sorted(order[:size])) for size in range(2, most + 1)]
+        return [tuple(sorted(order[:size])) for size in range(2, min(MOST_TOGETHER, len(order)) + 1)]
 
     def _order(self, number: int) -> list[int]:
         """Units, first those that cost most when they go and least when they alone stay."""

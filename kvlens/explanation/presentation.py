@@ -207,7 +207,8 @@ def _of_claims(found: Findings) -> Iterator[PrintedSentence]:
         instead = "the model gives the same answer, but for near ties"
     without = instead or f"the model says {quoted(found.without or '')}"
     n = len(found.units)
-    gone = f"With all {n} parts of the prompt removed" if n > 1 else "With the prompt's one part removed"
+    of_several = "both parts" if n == 2 else f"all {n} parts"
+    gone = f"With {of_several} of the prompt removed" if n > 1 else "With the prompt's one part removed"
     if found.is_whole:
         whole = "Behind the words before it, no word falls by much; what is explained is the whole answer."
         yield PrintedSentence(_ended(f"{whole} {gone}, {without}"), (row,))

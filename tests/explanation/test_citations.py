@@ -108,6 +108,12 @@ def says(found):
     return f'"{run.says}"'
 
 
+def test_of_two_parts_that_say_the_same_both_are_cited_together(model):
+    found = kvlens.explain(model, "Kaya feeds a donkey. At night Kaya feeds a donkey.", QUESTION, depth="units")
+    assert found.marked == "donkey [1+2]." and found.cause == (0, 1)
+    assert f"With both parts of the prompt removed, 'donkey' falls by {found.claims['nats'][0]:.1f} nats" in str(found)
+
+
 def test_what_stands_for_two_together_and_for_one(model):
     one, two = (kvlens.explain(model, STORIES[name], QUESTION, depth="units") for name in ("one", "two together"))
     assert one.marked == "donkey [1]." and two.marked == "donkey [1+2]."

@@ -396,6 +396,6 @@ def test_units_are_removed_together_from_those_that_cost_most_and_hold_the_claim
     monkeypatch.setattr(UnitSearch, "fall", lambda self, number, gone: fall(gone))
     search = UnitSearch(SimpleNamespace(units=range(4), runs=SimpleNamespace(without=took, hidden=took)))
     assert search._order(0) == [1, 3, 0, 2]
-    assert search._sets(0) == [(1, 3), (0, 1, 3)]
+    assert search._sets(0) == [(1, 3), (0, 1, 3), (0, 1, 2, 3)]
     monkeypatch.setattr(by_unit, "MOST_ORDERED", 3)  # of more units those that are strongest when units are hidden
     assert search._order(0) == [1, 3, 0]
