@@ -97,6 +97,15 @@ def test_every_mark_of_an_answer_is_true_in_plain_transformers(smollm2, plain):
 
 
 @pytest.mark.slow
+def test_two_documents_that_say_the_same_are_cited_together(smollm2, plain):
+    asked = Chat.ask("Where is the office?", ["The office is in Rotterdam.", "The office is in Rotterdam."])
+    found = explain(smollm2, asked, depth="units")
+    assert found.marked == "The office is in Rotterdam [1+2]." and found.cause == (0, 1)
+    n, false = citations_again(smollm2, plain, found, ending(smollm2, found))
+    assert n and false == []
+
+
+@pytest.mark.slow
 def test_a_documents_name_is_a_source_and_its_mark_true_in_plain_transformers(smollm2, plain):
     texts = {
         "Cork oak": "The bark of this tree is harvested every nine years.",
