@@ -37,8 +37,8 @@ token, and copies it: an induction head, in one layer.
 | theorem 1, eq. 8: two plain layers approach IH; theorem 2, eq. 9: one shifted head is IH | `kvlens.papers.kvsa.induction_exact` |
 | theorem 3, eq. 10-12, app. C: the loss landscape | `kvlens.ops.induction.naive_landscape_loss`, `kvlens.ops.induction.landscape_loss` |
 | figure 1: depth and width | `kvlens.papers.kvsa.induction_depth`, `kvlens.papers.kvsa.induction_width`; task `kvlens.tasks.InductionTask` (app. D) |
-| sec. 3.2 and 5: heads that start near (0, 1), $T = 2$, locating induction heads | `kvlens.papers.kvsa.induction_heads` |
-| figure 2: gradient descent on the landscape | `kvlens.papers.kvsa.landscape` |
+| sec. 3.2 and 5: heads that start near (0, 1), locating induction heads | `kvlens.papers.kvsa.induction_heads` |
+| figure 2, sec. 3.2 with $T = 2$: gradient descent on the landscape | `kvlens.papers.kvsa.landscape` |
 | figure 3, sec. 3.3: n-grams | `kvlens.papers.kvsa.ngram`, task `kvlens.tasks.NgramTask` |
 | figure 5, sec. 4.4: learning rates | `kvlens.papers.kvsa.learning_rate` |
 | figures 6 and 7, sec. 4.5: sizes | `kvlens.papers.kvsa.scaling` |
