@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from kvlens import KVModel
@@ -141,18 +141,26 @@ class Explaining:
     is_whole: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        self.prompt, self.units = self.read.tokens, self.read.units
-        self.own = positions_of(self.units, len(self.prompt))
+        self.prompt = self.read.tokens
         self.work = ExplanationProgress(self.tell)
         self.runs = Runs(
             self.model,
             self.prompt[:-1],
             self.prompt[-1:],
-            self.own[:, :-1],
             torch.tensor([place == QUESTION_PLACE for place in self.read.places[:-1]], device=self.prompt.device),
             self.is_continuation,
             self.work.count,
         )
+
+    @property
+    def units(self) -> list[Unit]:
+        """What is removed."""
+        return self.read.units
+
+    @property
+    def own(self) -> Bool[Tensor, "unit pos"]:
+        """True at the positions of each unit."""
+        return positions_of(self.units, len(self.prompt))
 
     def room(self, what: str, n_tokens: int) -> bool:
         """Whether the budget has room for a step; what it has none for is left out."""

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kvlens import KVBias, KVModel, convert_prompt, counterfactuals
 from kvlens.analyses.attribution.terms import hidden_from_text
-from kvlens.analyses.bias.exchange import Exchange
+from kvlens.analyses.bias.exchange import Exchange, shifts
 from kvlens.arguments import Positions
-from kvlens.conversion import converted_rows
+from kvlens.conversion import Counterfactuals, converted_rows
 from kvlens.explanation.claims import walk
 from kvlens.memory import NUMBERS_PER_PASS
 from kvlens.model import asks_for_positions_alone
@@ -206,6 +206,17 @@ def responses(model: KVModel, prompts: Sequence[Int[Tensor, " _"]], n_most: int,
     return greedy(model, biases, last, nothing, none, n_most, is_end(model, ends))
 
 
+def without_last(bias: KVBias, n: int) -> KVBias:
+    """The bias of a prompt without its last ``n`` tokens, from that of the whole: of softmax attention without a shift."""
+
+    def cut(part: Any) -> Any:
+        return part.with_keys(lambda x: x[:, :, :-n]).further(-n)
+
+    layers = tuple(layer.of_attention(cut) for layer in bias.layers)
+    n_tokens, offset = bias.n_prompt_tokens - n, bias.position_offset - n
+    return replace(bias, layers=layers, n_prompt_tokens=n_tokens, position_offset=offset, record=bias.fit)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What the model says under one intervention.
@@ -266,7 +277,6 @@ class Runs:
         model: that is asked.
         prompt: [pos], without its last token.
         last: the last token, [1].
-        own: True at the positions of each unit, [unit, pos].
         asked: True at those of the question, [pos].
         one_sentence: whether a response ends with a sentence, and what is said instead ends there, too.
         on_tokens: called with the number of tokens that a pass read.
@@ -278,7 +288,6 @@ class Runs:
     model: KVModel
     prompt: Int[Tensor, " pos"]
     last: Int[Tensor, " 1"]
-    own: Bool[Tensor, "unit pos"]
     asked: Bool[Tensor, " pos"]
     one_sentence: bool = False
     on_tokens: Callable[[int], None] = lambda n: None
@@ -292,9 +301,7 @@ class Runs:
     _said: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._n_before = int(self.asked.long().argmax()) if bool(self.asked.any()) else 0
-        self._before = convert_prompt(self.model, self.prompt[: self._n_before]) if self._n_before else None
-        self.bias = convert_prompt(self.model, self.prompt[self._n_before :], initial=self._before)
+        self.bias = convert_prompt(self.model, self.prompt)
         self._stops, self._ends_sentence = is_end(self.model), is_end(self.model, ENDS)
         self._ends = self._ends_sentence if self.one_sentence else self._stops
         n_before, limited = len(self.prompt) + len(self.last), self.model.cfg.has_position_limit
@@ -330,9 +337,14 @@ class Runs:
         """Whether a response ends with its last token, or goes on."""
         return self._ends(response.tolist())
 
-    def begin(self, response: Response) -> Float[Tensor, " pos"]:
-        """Choose the response that all runs are about; returns its tokens' log-probabilities with the whole prompt."""
-        self.response = response
+    def begin(self, response: Response, own: Bool[Tensor, "unit pos"]) -> Float[Tensor, " pos"]:
+        """Choose the response that all runs are about; returns its tokens' log-probabilities with the whole prompt.
+
+        Args:
+            response: what the model says.
+            own: True at the positions of each unit.
+        """
+        self.response, self.own = response, own
         self._said = [self.prompt.tolist(), response.tokens.tolist()]
         self._reading = torch.cat([self.last, response.tokens[:-1]])
         self.log_p = self._log_p(self.bias.repeat(1))[0]
@@ -390,14 +402,23 @@ class Runs:
         for gap in ("kept", "closed"):
             some = [key for key in keys if key[0] == gap]
             if some:
-                gone = torch.stack([self.own[sorted(units)].any(dim=0) for _, units in some])
-                rows = counterfactuals(self.model, self.prompt, gone, positions=gap)
+                rows = self._rows([units for _, units in some], gap)
                 for which, biases in converted_rows(self.model, rows, on_tokens=self.count, prefixes=self._prefixes):
                     yield [some[i] for i in which.tolist()], biases
 
+    def _rows(self, sets: Sequence[Iterable[int]], gap: Positions = "kept") -> Counterfactuals:
+        """The prompt without each set of units. What stands in front of a gap is not read again where the keys of the whole
+        prompt are those of its beginnings."""
+        gone = torch.stack([self.own[sorted(units)].any(dim=0) for units in sets])
+        rows = counterfactuals(self.model, self.prompt, gone, positions=gap)
+        if asks_for_positions_alone(self.model) and not shifts(self.bias):
+            starts = set(rows.first_changes().tolist()) - set(self._prefixes)
+            self._prefixes |= {start: without_last(self.bias, len(self.prompt) - start) for start in starts if start}
+        return rows
+
     def donor(self, units: Sequence[int]) -> KVBias:
         """The bias of the prompt without units, their gap kept."""
-        rows = counterfactuals(self.model, self.prompt, self.own[list(units)].any(dim=0)[None])
+        rows = self._rows([units])
         known = max((n for n in self._prefixes if n <= int(rows.first_changes())), default=0)
         self.count(len(self.prompt) - known)
         # not as in `_without`, whose biases have no keys at a gap that was not read: an exchange needs as many

@@ -29,7 +29,7 @@ from kvlens.explanation.runs import MORE_TOKENS, PASS, Outcome
 from kvlens.explanation.view import Explained
 from kvlens.terminal import progress_bar
 from kvlens.texts import WORD, Response
-from kvlens.units import By, Layout, Unit, begins_with_bos, cut, pieces_of_tokens, positions_of, units_of_names
+from kvlens.units import By, Layout, Unit, begins_with_bos, cut, pieces_of_tokens, units_of_names
 
 LONGEST_ASKED = 100
 """How many characters of the question, or of a text, are quoted where it is said to be never removed."""
@@ -220,9 +220,9 @@ class Steps(Explaining):
         tokens = self.runs.answer(MOST_TOKENS, self._said_so_far) if answer is None else answer
         response = self.response = Response.of(self.model, self.prompt, tokens)
         self.cut_after = len(tokens) if answer is None and not self.runs.ends(tokens) else None
-        self._cut_names()
+        self.read = self._with_names_in(response)
         self.say(answered(response.text, self.cut_after))
-        self.log_p = self.runs.begin(response)
+        self.log_p = self.runs.begin(response, self.own[:, :-1])
         if bool(self.log_p.isnan().any()):
             raise KVLensError(
                 "model: the answer's log-probabilities are NaN: weights hold NaN or infinity, or activations overflow; in half "
@@ -297,16 +297,13 @@ class Steps(Explaining):
         self.heading = number
         return self.found()
 
-    def _cut_names(self) -> None:
-        """Make a unit of each document's name that has a content word of the response which the question has not."""
+    def _with_names_in(self, response: Response) -> ReadPrompt:
+        """The prompt with a unit for each document's name that has a content word of the response and not of the question."""
         asked = set(map(normal, WORD.findall(self.read.question)))
-        said = {normal(word.text) for word in self.response.words if is_content(word)} - asked
+        said = {normal(word.text) for word in response.words if is_content(word)} - asked
         held = [word.start for word in self.prompt_words if normal(word.text) in said]
         names = [name for name in self.read.names if any(name.start <= start < name.stop for start in held)]
-        if names:
-            self.read = _with_names(self.model, self.read, names)
-            self.units, self.own = self.read.units, positions_of(self.read.units, len(self.prompt))
-            self.runs.own = self.own[:, :-1]
+        return _with_names(self.model, self.read, names) if names else self.read
 
     def _said_so_far(self, tokens: list[int]) -> None:
         if self.hear is not None:

@@ -229,7 +229,7 @@ def head_scores(model: Any, chat: Any, answers: list[str]) -> dict[str, Any]:
     runs = explaining.runs
     tokens = runs.answer(MOST_TOKENS)
     explaining.response = Response.of(model, explaining.prompt, tokens)
-    explaining.log_p = runs.begin(explaining.response)
+    explaining.log_p = runs.begin(explaining.response, explaining.own[:, :-1])
     (explaining.nothing,) = runs.without([range(len(explaining.units))], wants_text=lambda now: False)
     explaining.find_claims(explaining.nothing)
     candidates = [] if explaining.is_whole else candidates_of(explaining)

@@ -44,8 +44,8 @@ def test_explanations_are_those_of_the_hooked_model(both_of):
 def test_recurrent_layers_are_explained_too(model):
     """All layers exchanged are the prompt without the cause, and none is the whole prompt, states and convolutions included."""
     units, question = (positions_of_spans(spans, len(PROMPT) + len(TEXT) - 1) for spans in (UNITS, [(len(PROMPT), -1)]))
-    runs = Runs(model, torch.cat([PROMPT, TEXT[:-1]]), TEXT[-1:], units, question[0])
-    runs.begin(Response.of(model, PROMPT, some_tokens(3, seed=5)))
+    runs = Runs(model, torch.cat([PROMPT, TEXT[:-1]]), TEXT[-1:], question[0])
+    runs.begin(Response.of(model, PROMPT, some_tokens(3, seed=5)), units)
     donor, every = runs.donor([1]), range(model.cfg.n_layers)
     all_of_them, none = runs.exchanged(LayerExchange(runs.bias, donor), [every, []])
     (without,) = runs.without([[1]])

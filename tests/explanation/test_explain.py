@@ -29,8 +29,10 @@ from kvlens.explanation.claims import Claim
 from kvlens.explanation.exchanges import _LayerRanges
 from kvlens.explanation.presentation import outcome, switched_in_words
 from kvlens.explanation.reading import reading_shares, reading_stability, wilson
+from kvlens.explanation.runs import Runs
 from kvlens.explanation.steps import Steps
 from kvlens.explanation.view import _says
+from kvlens.texts import Response
 
 STORY = "Mira keeps a goat. Pavel has a parrot. At night Kaya feeds a donkey."
 TWICE = "Kaya feeds a donkey. Pavel has a parrot. At night Kaya feeds a donkey."
@@ -586,6 +588,26 @@ def under(tiny_model, biases):
             return tiny_model.logits_on(text.expand(biases.batch_size, -1), n)
 
     return read
+
+
+@pytest.mark.parametrize("gap", ["kept", "closed"])
+def test_what_stands_in_front_of_a_gap_is_not_read_again_where_the_whole_prompt_has_its_keys(tiny_model, gap):
+    tokens = tiny_model.to_tokens(PROMPT)[0]
+    prompt, response = tokens[:-1], tiny_model.to_tokens(ANSWER + ANSWER, prepend_bos=False)[0]
+    (unit,) = kvlens.chat.prompt_units(tiny_model, tokens, ["gadget is"])
+    own = torch.zeros(1, len(prompt), dtype=torch.bool)
+    own[:, unit.start : unit.stop] = True
+    made = Runs(tiny_model, prompt, tokens[-1:], torch.zeros_like(own[0]))
+    of_whole = made.begin(Response.of(tiny_model, tokens, response), own)
+    n_before = made.n_tokens
+    (now,) = made.without([[0]], gap, wants_text=lambda now: False)
+    n_read = made.n_tokens - n_before - len(response)
+    gone, text = counterfactuals(tiny_model, prompt, own, positions=gap), torch.cat([tokens[-1:], response[:-1]])
+    logits = logits_after(tiny_model, gone, text, len(response))[0]
+    assert relative_error(of_whole - now.falls, logits.log_softmax(dim=-1).gather(-1, response[:, None])[:, 0]) < LAW
+    assert now.falls.abs().max() > 0.1
+    is_plain = tiny_model.cfg.attention == "softmax" and tiny_model.cfg.kv_shift is None
+    assert is_plain == (n_read == len(prompt) - unit.stop)
 
 
 @pytest.fixture
