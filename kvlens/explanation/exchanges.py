@@ -229,14 +229,15 @@ class _LayerRanges(_Search[int]):
             if not any(map(self.may_be_lost, tried.values())):
                 tried |= self._given_back()
             promising = sorted((each for each, now in tried.items() if self.may_be_lost(now)), key=len)
-            self.read(promising)
+            self.read(_smallest(promising))
             others = [self.all_but(each) for each in self._unions(promising)]
             read = self.read(others, lambda now: False)
             self.read([each for each, now in zip(others, read, strict=True) if not self.may_be_lost(now)][:1])
-        lost: list[IndexSet] = []
-        for each in promising:
-            if not any(set(other) < set(each) for other in lost):
-                lost += [each] if self.explaining.lost(self.number, self.read([each])[0]) else []
+        lost, left = list[IndexSet](), promising
+        while smallest := _smallest(left):
+            said = zip(smallest, self.read(smallest), strict=True)
+            lost += [each for each, now in said if self.explaining.lost(self.number, now)]
+            left = [each for each in left if each not in smallest and not any(set(other) < set(each) for other in lost)]
         for each in tried:
             self.run("each" if len(each) == 1 else "together", [each], lambda now: False)
         self.run("breaking", sorted(lost, key=lambda each: -self.fall(tried[each])), self.may_be_lost)
@@ -275,6 +276,11 @@ class _LayerRanges(_Search[int]):
             if not self.may_be_lost(now) and self.explaining.said(self.number, self.read([self.all_but(each)])[0]):
                 self.run("keeping", [each], lambda now: not self.may_be_lost(now), others=True)
                 return
+
+
+def _smallest(sets: Sequence[IndexSet]) -> list[IndexSet]:
+    """Those of which no other is a part."""
+    return [each for each in sets if not any(set(other) < set(each) for other in sets)]
 
 
 def _halves(layers: IndexSet) -> list[IndexSet]:
