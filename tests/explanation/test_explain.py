@@ -348,15 +348,19 @@ def test_units_and_claims_that_are_not_there_are_refused(explaining):
         explaining.about(7)
 
 
-def searched(is_lost, n_layers=8):
-    """A search by ranges of layers for what a claim rests on, where which sets lose it is known: the statements by role."""
-    claim, rows = Claim("x", 0, 1, ("x",), 1.0), []
+def searched(is_lost, n_layers=8, says=lambda layers: "x"):
+    """A search by ranges of layers for what a claim rests on, where which sets lose it is known: the statements by role, and of
+    which sets the text was asked for."""
+    claim, rows, texts = Claim("x", 0, 1, ("x",), 1.0), [], {}
 
     def exchanged(exchange, sets, wants_text):
         """A claim that falls by more layers by more, with a text wherever one is wanted."""
         lost = [(is_lost(set(layers)), layers) for layers in map(list, sets)]
         outcomes = [runs.Outcome(torch.tensor([2.0 + len(x) if gone else 0.1]), 1, 0 if gone else None) for gone, x in lost]
-        return [dataclasses.replace(now, text="x" if wants_text(now) else None) for now in outcomes]
+        wanted = [wants_text(now) and now.firm is not None for now in outcomes]
+        texts.update((tuple(layers), None) for is_wanted, (_, layers) in zip(wanted, lost, strict=True) if is_wanted)
+        of_sets = zip(outcomes, wanted, lost, strict=True)
+        return [dataclasses.replace(now, text=says(layers) if wanted else None) for now, wanted, (_, layers) in of_sets]
 
     def add(number, now, kind, role, parts, others, removed):
         rows.append((role, tuple(parts), others, now.text))
@@ -365,7 +369,7 @@ def searched(is_lost, n_layers=8):
         claims=[claim],
         runs=SimpleNamespace(exchanged=exchanged, texts_together=contextlib.nullcontext),
         fall=lambda claim, now: float(now.falls[0]),
-        lost=lambda number, now: now.firm is not None and now.text is not None,
+        lost=lambda number, now: now.text == "x",
         said=lambda number, now: now.firm is None,
         add=add,
     )
@@ -373,7 +377,7 @@ def searched(is_lost, n_layers=8):
     return {
         role: [parts for name, parts, *_ in rows if name == role]
         for role in ("each", "together", "only", "breaking", "keeping")
-    }
+    } | {"texts": [*texts]}
 
 
 def test_layers_are_halved_where_the_claim_is_lost():
@@ -387,6 +391,14 @@ def test_layers_are_halved_where_the_claim_is_lost():
     assert (
         found["breaking"] == [(1,), (6,)] and found["keeping"] == [(1, 6)] and len(found["together"]) + len(found["each"]) == 10
     )
+
+
+def test_texts_are_generated_for_the_smallest_ranges_that_may_lose_the_claim():
+    """And where these still say it, for those that they are parts of."""
+    assert searched(lambda layers: 5 in layers)["texts"] == [(5,)]
+    assert searched(lambda layers: bool({1, 6} & layers))["texts"] == [(1,), (6,)]
+    found = searched(lambda layers: 5 in layers, says=lambda layers: "y" if layers == [5] else "x")
+    assert found["texts"] == [(5,), (4, 5)] and found["breaking"] == [(4, 5)]
 
 
 def test_layers_of_both_halves_are_found_together():
