@@ -18,7 +18,7 @@ stays. From the firm difference on the text is generated anew. Verdicts on a cla
 - *other words*: there is a firm difference, and the new text has the claim.
 - *not reached*: the new text does not have the claim, although the claim's tokens do not fall: it goes another way before.
 - *not lost*: there is a firm difference, but the claim's tokens do not fall, and no text was generated. *unknown*: they fall,
-  and none was (only where a few layers alone read the prompt, or a range of layers has a smaller one that loses the claim).
+  and none was (only where a few layers alone read the prompt, or a smaller range of layers loses the claim).
 
 Words are compared without case, accents and possessive endings.
 """

@@ -5,9 +5,9 @@ of :mod:`kvlens.analyses.bias.exchange`. Exchanged is everything before the resp
 
 - *Layers*: both halves of them first, then the halves of each range that may lose the claim, down to single layers. A range
   that loses nothing, all its layers together, is not divided: about one of them there is no run of its own, and layers whose
-  effects cancel are not found. What is said instead is generated for the smallest ranges that may lose it; for a larger one
-  only where none of its parts does. Where neither half loses the claim, all layers do, and quarters and eighths of them are given
-  back as long as the others lose it. Then the ranges that lose it alone read the whole prompt, and the others do not.
+  effects cancel are not found. What is said instead is generated for the smallest ranges that may lose it, and for a larger
+  one only where none of its parts does. Where neither half loses the claim, all layers do, and quarters and eighths of them
+  are given back as long as the others lose it. Then the ranges that lose it alone read the whole prompt, and the others do not.
 - *Layers one by one*, where they are asked for: then pairs of the strongest, then more of these together, until a set loses the
   claim; then the strongest layers alone read the whole prompt.
 - *Heads*, where they are asked for: inside the layers that lose the claim, key-value groups and heads.

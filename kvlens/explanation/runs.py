@@ -297,6 +297,7 @@ class Runs:
     _found: dict[Key, Outcome] = field(default_factory=dict)
     _waiting: list[tuple[list[Key], KVBias]] = field(default_factory=list)
     _prefixes: dict[int, KVBias] = field(default_factory=dict)
+    _read: list[tuple[list[Key], KVBias]] = field(default_factory=list)
     _texts_wait: bool = False
     _said: list[list[int]] = field(default_factory=list)
 
@@ -417,12 +418,13 @@ class Runs:
         return rows
 
     def donor(self, units: Sequence[int]) -> KVBias:
-        """The bias of the prompt without units, their gap kept."""
-        rows = self._rows([units])
-        known = max((n for n in self._prefixes if n <= int(rows.first_changes())), default=0)
-        self.count(len(self.prompt) - known)
-        # not as in `_without`, whose biases have no keys at a gap that was not read: an exchange needs as many
-        return convert_prompt(self.model, rows.after(known), initial=self._prefixes.get(known)).select_prompt(0)
+        """The bias of the prompt without units, their gap kept, with as many keys as that of the whole prompt."""
+        key: tuple[Positions, frozenset[int]] = "kept", frozenset(units)
+        known = [biases.select_prompt(keys.index(key)) for keys, biases in self._read if key in keys]
+        bias = (known or [biases.select_prompt(0) for _, biases in self._without([key])])[0]
+        if bias.kind != "virtual_keys":
+            return bias
+        return bias.map_layers(lambda layer: layer.of_attention(lambda part: part.widened(self.bias.d_phi)))
 
     def exchanged(
         self, exchange: Exchange, sets: Iterable[Iterable[int]], wants_text: Callable[[Outcome], bool] = lambda now: True
@@ -519,6 +521,9 @@ class Runs:
         forced = self.response.tokens.expand(len(keys), -1)
         biases = KVBias.batch([biases for _, biases in self._waiting])
         self._waiting = []
+        self._read.append((keys, biases))
+        while sum(len(some) for some, _ in self._read) > self._rows_at_once():
+            del self._read[0]
         most = min(n + MOST_MORE_TOKENS, self._room)
         self._said += greedy(self.model, biases, self.last, forced, firm, most, ends, self.count, self._said)
         texts = self._said[-len(keys) :]
