@@ -521,7 +521,7 @@ class Runs:
         forced = self.response.tokens.expand(len(keys), -1)
         biases = KVBias.batch([biases for _, biases in self._waiting])
         self._waiting = []
-        self._read.append((keys, biases))
+        self._read.append((keys, biases))  # for :meth:`donor`, the newest that hold no more than a pass may
         while sum(len(some) for some, _ in self._read) > self._rows_at_once():
             del self._read[0]
         most = min(n + MOST_MORE_TOKENS, self._room)
