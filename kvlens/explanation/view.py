@@ -69,8 +69,8 @@ def explanation_view(found: Findings, *, with_question: bool = True) -> Piece:
         f'<figure class="piece explained" data-kvlens="explained">{question}'
         f"<figcaption>The model answers{cut_off(found.cut_after)}</figcaption>"
         f'<div class="tokens response">{marked_response(found, lines)}</div>{source_list(found, lines)}'
-        '<p class="note">The darker a word, the more of its log-probability is gone without the parts of the prompt. '
-        f"Underlined: words that depend on them; choose one. Dotted: words without a source.</p>{told}"
+        '<p class="note">The stronger the color of a word, the more of its log-probability is gone without the parts of the '
+        f"prompt. Underlined: words that depend on them; choose one. Dotted: words without a source.</p>{told}"
         f"<h3>The parts of the prompt, and what is lost without each</h3>{_without_numbers(found)}"
         f'<div class="sources">{_units(found)}</div>'
         f'<p class="says" role="status"></p>{_strip(found)}{_positions(found)}'
@@ -143,7 +143,7 @@ def _strip(found: Findings) -> str:
     without = html_text(listed(found.units["name"][unit] for unit in found.cause))
     last, are_single = len(smallest) - 1, all(SEPARATOR not in row.parts for row in smallest)
     is_lost = any(row.verdict in GONE for row in smallest)
-    lost = "In the darker ones the claim is lost." if is_lost else "None of them alone loses the claim."
+    lost = "Where the color is strong, the claim is lost." if is_lost else "None of them alone loses the claim."
     how = f"All {last + 1} layers were tried one by one." if are_single else "Neighbors of one height were tried together."
     axis = "".join(f"<span>{i if i % 5 == 0 or i == last else ''}</span>" for i in range(len(smallest)))
     which = "that layer" if are_single else "the range"
