@@ -29,8 +29,9 @@ from kvlens.texts import Response, Word
 Key = tuple[object, ...]
 IndexSet = tuple[int, ...]
 """A set of units, or of layers, by number."""
-PASS = 20
-"""The overhead of a pass, in tokens (SmolLM2 on one thread: 52 ms with 1 token, 138 with 32, 330 with 128)."""
+PASS = 40
+"""The overhead of a pass in tokens, for estimates of progress (SmolLM2, one thread of a busy machine, 1 to 8 rows: 40 to 62
+behind 300 tokens, 31 to 41 behind 2,000)."""
 GUESSED, LOOKED_UP = 3, 3
 """How many tokens of a text are guessed at most, and by how many of its last ones. (SmolLM2, texts of four questions, by what a
 pass of so many tokens takes: with 1 to 6 guesses 0.67 to 0.70 of the time without.)"""
