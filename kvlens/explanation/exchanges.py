@@ -5,8 +5,8 @@ of :mod:`kvlens.analyses.bias.exchange`. Exchanged is everything before the resp
 
 - *Layers*: both halves of them first, then the halves of each range that may lose the claim, down to single layers. A range
   that loses nothing, all its layers together, is not divided: about one of them there is no run of its own, and layers whose
-  effects cancel are not found. What is said instead is generated for the smallest ranges that may lose it, and for a larger
-  one only where none of its parts does. Where neither half loses the claim, all layers do, and quarters and eighths of them
+  effects cancel are not found. What is said instead is generated for the smallest ranges that may lose it, and then for the
+  larger ones of which no part does. Where neither half loses the claim, all layers do, and quarters and eighths of them
   are given back as long as the others lose it. Then the ranges that lose it alone read the whole prompt, and the others do not.
 - *Layers one by one*, where they are asked for: then pairs of the strongest, then more of these together, until a set loses the
   claim; then the strongest layers alone read the whole prompt.
@@ -234,11 +234,12 @@ class _LayerRanges(_Search[int]):
             others = [self.all_but(each) for each in self._unions(promising)]
             read = self.read(others, lambda now: False)
             self.read([each for each, now in zip(others, read, strict=True) if not self.may_be_lost(now)][:1])
-        lost, left = list[IndexSet](), promising
-        while smallest := _smallest(left):
-            said = zip(smallest, self.read(smallest), strict=True)
-            lost += [each for each, now in said if self.explaining.lost(self.number, now)]
-            left = [each for each in left if each not in smallest and not any(set(other) < set(each) for other in lost)]
+        lost = list[IndexSet]()
+        for ranges in (_smallest(promising), promising):
+            left = [each for each in ranges if not any(set(other) <= set(each) for other in lost)]
+            for each, now in zip(left, self.read(left), strict=True):
+                is_smallest = not any(set(other) < set(each) for other in lost)
+                lost += [each] if is_smallest and self.explaining.lost(self.number, now) else []
         for each in tried:
             self.run("each" if len(each) == 1 else "together", [each], lambda now: False)
         self.run("breaking", sorted(lost, key=lambda each: -self.fall(tried[each])), self.may_be_lost)

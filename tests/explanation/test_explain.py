@@ -394,11 +394,11 @@ def test_layers_are_halved_where_the_claim_is_lost():
 
 
 def test_texts_are_generated_for_the_smallest_ranges_that_may_lose_the_claim():
-    """And where these still say it, for those that they are parts of."""
+    """And where these still say it, for all those that they are parts of."""
     assert searched(lambda layers: 5 in layers)["texts"] == [(5,)]
     assert searched(lambda layers: bool({1, 6} & layers))["texts"] == [(1,), (6,)]
     found = searched(lambda layers: 5 in layers, says=lambda layers: "y" if layers == [5] else "x")
-    assert found["texts"] == [(5,), (4, 5)] and found["breaking"] == [(4, 5)]
+    assert found["texts"] == [(5,), (4, 5), (4, 5, 6, 7)] and found["breaking"] == [(4, 5)]
 
 
 def test_layers_of_both_halves_are_found_together():
