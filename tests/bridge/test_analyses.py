@@ -166,6 +166,7 @@ def scored_of(model, analysis=an.induction_heads):
     return table, [each.tokens for each in made]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_swap_is_the_pattern_without_one_lag_and_that_lag_alone_on_another_text(hybrid, scored, layer):
     """Of the largest in a recurrent layer and in one of attention, from passes with hooks to the pattern."""

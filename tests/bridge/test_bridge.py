@@ -63,6 +63,7 @@ def test_one_head_that_is_off_by_one_in_a_hundred_million_is_seen(family, bridge
                 assert relative_error(model(TEXT), whole) > LAW
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", [*FAMILIES, *PURELY_RECURRENT, *RWKV])
 def test_gradients_through_a_conversion_are_those_of_one_pass(family, bridge_of):
     """Of a sum of squared logits by every embedding."""
@@ -90,6 +91,7 @@ def test_keys_outside_a_window_are_not_scored(bridge_of):
     assert bias.in_window(ScoreRule(2.0), positions) is bias
 
 
+@pytest.mark.one_in(2)
 def test_a_then_b_is_the_concatenation(model):
     whole = convert_prompt(model, PROMPT)
     both = convert_prompt(model, PROMPT[:, 5:], initial=convert_prompt(model, PROMPT[:, :5]))
@@ -104,6 +106,7 @@ def test_a_then_b_is_the_concatenation(model):
         assert model.attached_kv_bias is both  # an inner bias gives way to the outer one again
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", [*FAMILIES, *PURELY_RECURRENT, *RWKV])
 def test_greedy_tokens_are_those_behind_the_prompt(family, bridge_of):
     check_greedy(bridge_of(family), n=6, use_past_kv_cache=True)
@@ -122,6 +125,7 @@ def check_greedy(model, n, use_past_kv_cache):
     assert len(passes) == N_NEW and bool((error < LAW).all())
 
 
+@pytest.mark.one_in(2)
 def test_nothing_attached_changes_nothing(family, model):
     text, plain = some_tokens(2, N_TEXT), tiny_hf_model(family)
     bridge = build_bridge_from_module(plain, type(plain).__name__, hf_config=plain.config)
@@ -315,6 +319,7 @@ def scaled(x, hook, part, by):
     return x
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", [*FAMILIES, *SLOW])
 @pytest.mark.filterwarnings("ignore:A forward hook edited hook_scale:UserWarning")  # TransformerLens, of any such edit
 @pytest.mark.filterwarnings("ignore:run_with_cache. skipped:UserWarning")  # points that a switch turns on

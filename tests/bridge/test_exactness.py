@@ -30,12 +30,14 @@ def largest_share(models, padded):
     return share(max(errors(logits.ours, logits.exact)), errors(logits.theirs, logits.exact))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in LIKE_THE_OTHERS)])
 def test_as_exact_as_transformers_own_cache(family):
     """Padded left and right, prompts of unequal length; in float64 test_bridge.py holds each family without padding."""
     assert largest_share(models_of(family), padded=True) < 1
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("family", "dtype"), IN_HALF)
 def test_as_exact_in_half_precision(family, dtype):
     models = models_of(family, dtype)

@@ -113,7 +113,7 @@ OF_A_HEAD["dual_bound"] = {"lfm2": "head 0 does not exist"}
 WITH_STATES = ["qwen3_5", "nemotron_h", "falcon_h1_direct", "mamba2", "rwkv6", "lfm2"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("family", "name"),
     [
@@ -155,7 +155,8 @@ def compared(name, found):
     ("family", "name"),
     [
         *(("gpt2", name) for name in registry.analyses() if {*registry.NOT_ON.get(name, ())} <= {registry.RECURRENT}),
-        *((family, name) for family in ("opt", "llama") for name in OF_HEADS),
+        *(("llama", name) for name in OF_HEADS),
+        *(pytest.param("opt", name, marks=pytest.mark.slow) for name in OF_HEADS),
     ],
 )
 def test_an_analysis_gives_the_same_on_both_front_ends(family, name, both_of):
@@ -256,6 +257,7 @@ OTHER_POINTS = {"gptj": "ln2.", "opt": "ln2."}
 """Norms that TransformerLens' bridge does not have, or of all texts in one row."""
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "gptj", "opt", "llama", "qwen2", "gemma2", "phi3"])
 @pytest.mark.filterwarnings("ignore:Phi3ArchitectureAdapter does not support fold_ln:UserWarning")  # it folds them itself
 def test_compatibility_mode_gives_the_names_shapes_and_values_of_release_3(family):

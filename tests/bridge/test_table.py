@@ -29,7 +29,7 @@ def test_a_row_says_what_happens(family, bridge_of):
     parts = model.__dict__["_parts"]
     assert row.attention == any(isinstance(part, SoftmaxLayer) for part in parts)
     assert {rule_of(part.mixer) for part in parts if hasattr(part, "mixer")} == ({row.states} - {None})
-    assert len(prompt_attribution(model, PROMPT, TEXT, by=[(0, 4), (4, 9)])) == 2
+    assert len(prompt_attribution(model, PROMPT, TEXT, by=[(0, 4)])) == 1
     kinds = set()
     for layer, reading in zip(model.layers(), read_attention(model, PROMPT, TEXT), strict=True):
         n_heads = [part.n_heads for part in layer.parts]
