@@ -1,7 +1,7 @@
 """A model's fingerprint, its structure and a hash of its weights (:mod:`kvlens.kv_bias.fields`); and whether they changed."""
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import partial
 from typing import Any, TypeVar
@@ -66,10 +66,10 @@ class WeightsThen:
     def __init__(self, model: nn.Module):
         held = [
             (owner, name, tensor)
-            for path, module in model.named_modules()
+            for place, module in _modules(model)
             for owner in (module._parameters, module._buffers)
             for name, tensor in owner.items()
-            if tensor is not None and is_weight(name) and not f"{path}.{name}".endswith(_TRAINED_BIAS)
+            if tensor is not None and is_weight(name) and not f".{place}.{name}".endswith(_TRAINED_BIAS)
         ]
         self.owners, self.names, self.tensors = (list(of) for of in zip(*held, strict=True))
         self.counted = [tensor for tensor in self.tensors if not tensor.is_inference()]
@@ -96,6 +96,18 @@ class WeightsThen:
 
 
 _WRITES = operator.attrgetter("_version")
+
+
+def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module once, with its name in the module that holds it; paths, as ``named_modules`` gives them, take most of its
+    time."""
+    seen, left = set(), [("", model)]
+    while left:
+        place, module = left.pop()
+        if module not in seen:
+            seen.add(module)
+            yield place, module
+            left += [(name, part) for name, part in module._modules.items() if part is not None]
 
 
 def look_again(model: Any, bias: KVBias | None, then: WeightsThen | None) -> WeightsThen | None:
