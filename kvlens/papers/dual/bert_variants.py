@@ -194,8 +194,8 @@ def compare(curves: pd.DataFrame) -> list[Comparison]:
     course = curves.rename(columns={"epoch": "step"})
     last, goal = course[course["step"] == course["step"].max()], Goal(0.0, best=1.0, share=0.25, y="matthews")
     why = goal.why_not_learned(course[course["model"] == PLAIN], PLAIN)
-    found = []
-    for label in [label for label in CLAIMS if label in set(last["model"])]:
+    found, trained = [], set(last["model"].unique())
+    for label in [label for label in CLAIMS if label in trained]:
         claim, is_better = CLAIMS[label]
         what = f"cola, {label}: matthews on dev minus that of plain fine-tuning"
         compared = lead(last, label, PLAIN, "matthews", what, f"{claim} (app. E.5)", denied=not is_better)

@@ -160,4 +160,4 @@ def compare_places(accuracy: pd.DataFrame) -> Iterator[Comparison]:
 
 def of(rows: pd.DataFrame) -> set[str]:
     """The models that were trained."""
-    return set(rows["model"])
+    return set(rows["model"].unique())

@@ -102,11 +102,11 @@ def untrained(heldout: pd.DataFrame, goal: Goal) -> dict[str, str | None]:
 
 def compare(finals: pd.DataFrame, why: Mapping[str, str | None]) -> list[Comparison]:
     """Compare every variant's held-out loss with the free form's, above which every claim has it."""
-    what = "held-out loss of {!r} above that of {!r}, nats"
+    what, trained = "held-out loss of {!r} above that of {!r}, nats", set(finals["model"].unique())
     return [
         lead(finals, label, FREE, "heldout_loss", what.format(label, FREE), claim).unless(why.get(label))
         for label, claim in CLAIMS.items()
-        if label in set(finals["model"])
+        if label in trained
     ]
 
 
