@@ -44,6 +44,9 @@ def model(request):
     return kvlens.load(request.param)
 
 
+one_model = pytest.mark.parametrize("model", ["facts-gpt2"], indirect=True)
+
+
 @pytest.fixture(scope="module")
 def found(model):
     return kvlens.explain(model, STORY, QUESTION, depth="heads")
@@ -98,9 +101,9 @@ def test_gaps_that_are_not_read_change_nothing_that_is_found(model, found, monke
     np.testing.assert_allclose(again.statements[numbers], found.statements[numbers], atol=1e-3)
 
 
-def test_what_heads_is_what_the_question_asks_for():
+@one_model
+def test_what_heads_is_what_the_question_asks_for(model):
     """By a pass for each claim right behind the question; not by what falls most."""
-    model = kvlens.load("facts-gpt2")
     question = QUESTION.replace("Kaya", "Pavel")
     found = kvlens.explain(model, STORY, question, answer=" parrot. Kaya keeps a donkey", depth="units")
     tokens = torch.cat([model.to_tokens(STORY)[0], model.to_tokens(question, prepend_bos=False)[0]])
@@ -113,9 +116,10 @@ def test_what_heads_is_what_the_question_asks_for():
     assert found.cost["step"].tolist() == ["answer", "units", "head", "sets"] and found.n_tokens == found.cost["tokens"].sum()
 
 
-def test_words_that_are_said_without_any_part_may_head_and_are_said_to_be(monkeypatch):
+@one_model
+def test_words_that_are_said_without_any_part_may_head_and_are_said_to_be(model, monkeypatch):
     """Not those that only follow from the words before them."""
-    model, named = kvlens.load("facts-gpt2"), {}
+    named = {}
 
     def scores(explaining, candidates):
         named["candidates"] = [claim.text for claim in candidates]
@@ -188,20 +192,21 @@ def test_texts_of_several_questions_under_one_bias_are_those_of_its_copies():
     assert one == copies and len({*map(len, one)}) > 1
 
 
-def test_what_is_removed_is_not_read():
+@one_model
+def test_what_is_removed_is_not_read(model):
     """370 tokens where it is hidden instead, and where only what is gone from all rows of a pass is left out."""
     more = " Pavel keeps a goat. Mira has a parrot. Pavel feeds a parrot. Mira feeds a goat. Pavel has a goat."
-    found = kvlens.explain(kvlens.load("facts-gpt2"), STORY + more, QUESTION, depth="units")
+    found = kvlens.explain(model, STORY + more, QUESTION, depth="units")
     assert found.cause == (2,) and found.n_tokens <= 250
 
 
-def test_sets_of_units_are_removed_with_single_ones(monkeypatch):
+@one_model
+def test_sets_of_units_are_removed_with_single_ones(model, monkeypatch):
     """Where no unit alone may lose a claim, texts without sets are generated with the others; the order takes no prompts."""
     batches, greedy, tokens = [], runs.greedy, []
     monkeypatch.setattr(runs, "greedy", lambda *args: batches.append(args[1].batch_size) or greedy(*args))
     counted = runs.Runs.count
     monkeypatch.setattr(runs.Runs, "count", lambda self, n: tokens.append((self._step, n)) or counted(self, n))
-    model = kvlens.load("facts-gpt2")
     found = kvlens.explain(model, TWICE, QUESTION, depth="units")
     assert found.cause == (0, 2) and len(batches) == 2  # the answer, and everything else
     n, n_response = len(found.tokens), len(found.response_tokens)
@@ -235,9 +240,6 @@ def test_every_sentence_names_rows_that_say_what_it_says(found):
 
 
 # --- further runs of the same explanation ----------------------------------------------------------------------------
-
-
-one_model = pytest.mark.parametrize("model", ["facts-gpt2"], indirect=True)
 
 
 @pytest.fixture
@@ -426,14 +428,14 @@ def test_layers_and_heads_are_tried_one_by_one(model, found):
     assert {parts.split(".")[0] for parts in heads["parts"]} == {part for parts in lost for part in parts.split("+")}
 
 
-def test_a_fact_that_stands_twice_gives_the_pair():
-    model = kvlens.load("facts-gpt2")
+@one_model
+def test_a_fact_that_stands_twice_gives_the_pair(model):
     found = kvlens.explain(model, TWICE, QUESTION)
     assert found.cause == (0, 2) and "None of the parts loses it alone." in str(found)
 
 
-def test_what_does_not_depend_on_the_prompt_is_said_so():
-    model = kvlens.load("facts-gpt2")
+@one_model
+def test_what_does_not_depend_on_the_prompt_is_said_so(model):
     found = kvlens.explain(model, "Mira keeps a goat. Pavel has a parrot.", " Pavel has a parrot. Pavel has a")
     assert found.cause == () and found.n_layers == 0
     assert "No part" in str(found)
@@ -442,6 +444,7 @@ def test_what_does_not_depend_on_the_prompt_is_said_so():
         assert f"most of all at {falls['text'][falls['effect'].idxmax()]!r}" in " ".join(str(found).split())
 
 
+@one_model
 def test_about_answer_and_budget(model):
     given = kvlens.explain(model, STORY, QUESTION, answer=" parrot", depth="units")
     assert given.response == "parrot" and not given.rows("layers", "each").size
@@ -453,11 +456,12 @@ def test_about_answer_and_budget(model):
         kvlens.explain(model, STORY)
 
 
-def test_an_answer_that_would_go_on_is_marked_as_cut_off(found, monkeypatch, capsys):
+@one_model
+def test_an_answer_that_would_go_on_is_marked_as_cut_off(model, found, monkeypatch, capsys):
     """In the text, the page, the terminal, JSON and what is told at once; one that ends by itself, or was given, is not."""
     assert found.cut_after is None and "cut off" not in f"{found}{explanation_view(found).body}"
     monkeypatch.setattr("kvlens.explanation.steps.MOST_TOKENS", 1)
-    model, told = kvlens.load("facts-gpt2"), []
+    told = []
     cut = kvlens.explain(model, STORY, QUESTION, depth="units", on_found=told.append)
     assert len(cut.response_tokens) == cut.cut_after == json.loads(cut.to_json())["cut_after"] == 1
     print_explanation(cut)
@@ -467,14 +471,14 @@ def test_an_answer_that_would_go_on_is_marked_as_cut_off(found, monkeypatch, cap
     assert kvlens.explain(model, STORY, QUESTION, answer=" parrot", depth="units").cut_after is None
 
 
-def test_what_is_always_there_is_said(found, capsys):
+@one_model
+def test_what_is_always_there_is_said(model, found, capsys):
     """In the text, the page, the terminal and JSON; parts that are given leave the rest of the prompt."""
     line = f'Never removed: the text ("{QUESTION.strip()}") and the begin-of-text token (BOS).'
     print_explanation(found)
     terminal = " ".join(capsys.readouterr().out.split())
     assert f"\n\n{line}\n\n" in str(found) and line in terminal and line in unescape(explanation_view(found).body)
     assert json.loads(found.to_json())["always_there"] == list(found.always_there)
-    model = kvlens.load("facts-gpt2")
     given = kvlens.explain(model, STORY, QUESTION, by=["goat", "donkey"], depth="units")
     assert "Never removed: the rest of the prompt and the text (" in str(given)
 
@@ -489,6 +493,7 @@ def test_what_is_always_there_in_a_chat():
     assert begun == 'the beginning of the answer ("green")' and template == names[-1]
 
 
+@one_model
 def test_numbers_stand_whole_beside_the_longest_verdict(found, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     units = found.units.assign(unit_text="word " * 20, verdict="same but for near ties", effect=[-10.5, 0.0, 3.0])
