@@ -13,12 +13,12 @@ from kvlens.analyses.declaration import Record
 from kvlens.analyses.heads.writers import head_by_writer
 from precision import LAW, float64, relative_error
 from small_models import model_of, shared
-from tiny_hf import D_VOCAB, tiny_hf_model
+from tiny_hf import D_VOCAB
 from tiny_text_model import PROMPT as WORDS
 from tiny_text_model import TEXT as NEXT_WORDS
 from tiny_text_model import softmax
 
-from kvlens import KVTransformerBridge, convert_prompt
+from kvlens import convert_prompt
 from kvlens.analyses import attention_under_bias, what_is_copied, why_attends
 from kvlens.ops.rotary import naive_rotate
 
@@ -31,11 +31,7 @@ OTHERS = ["adjacent rotary", "sinusoidal", "no positions", "alibi", "alibi, grou
 FAMILIES = ["gpt2", "llama", "qwen2", "qwen3", "gptj", "gpt_neox", "opt", "phi3", "mixtral", "gpt_oss", "deepseek_v3"]
 HYBRIDS = ["qwen3_5", "jamba", "nemotron_h", "falcon_h1_direct"]
 
-
-@pytest.fixture(autouse=True)
-def without_gradients():
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("without_gradients")
 
 
 def matrix(table, column="score"):
@@ -197,9 +193,9 @@ def test_parts_add_up_to_scores_contrasts_and_outputs(row):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
-def test_parts_add_up_on_the_bridge(family):
+def test_parts_add_up_on_the_bridge(family, bridge_of):
     with float64():
-        model = KVTransformerBridge.boot_transformers(tiny_hf_model(family))
+        model = bridge_of(family)
         layer = 1 if family in HYBRIDS else 2
         both = torch.randint(D_VOCAB, (12,), generator=torch.Generator().manual_seed(0))
         assert_adds_up(model, both[:7], both[7:], layer, 2 if family != "gptj" else 1)
@@ -274,9 +270,9 @@ def test_an_exact_bias_gives_what_its_prompt_gives_but_for_the_writers_of_its_ke
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gptj", "gpt_oss", "deepseek_v3"])
-def test_an_exact_bias_on_the_bridge(family):
+def test_an_exact_bias_on_the_bridge(family, bridge_of):
     with float64():
-        model = KVTransformerBridge.boot_transformers(tiny_hf_model(family))
+        model = bridge_of(family)
         both = torch.randint(D_VOCAB, (12,), generator=torch.Generator().manual_seed(0))
         assert_same_under_bias(model, both[:7], both[7:], 1, key=5)
 
