@@ -62,6 +62,7 @@ def test_a_gap_at_either_end(model):
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("positions", ["kept", "closed"])
 def test_rows_are_what_each_is_alone_and_logits_after_them_the_same(model, positions, monkeypatch):
     monkeypatch.setattr("kvlens.conversion.recomputed._worth", lambda model, device: 1)  # what rows share is converted once
@@ -106,6 +107,7 @@ def test_shared_beginnings_change_nothing_but_the_work(monkeypatch):
     assert sum(counted) == 240 + sum(range(0, 220, 20)) + 220 + 12 * len(TEXT)  # the first row, what follows the others' gaps
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("positions", ["kept", "closed"])
 def test_a_bias_is_carried_over_what_no_row_of_a_pass_reads(model, positions, monkeypatch):
     monkeypatch.setattr("kvlens.conversion.recomputed._worth", lambda model, device: 1)  # each row is worth a pass of its own

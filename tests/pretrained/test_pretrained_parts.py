@@ -55,6 +55,7 @@ def assert_same_function(parts: PretrainedParts, hf_model, processed: bool) -> N
     assert actual.dtype == torch.float64 and relative_error(actual, expected) < law_of(hf_model.config.model_type)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("kind", KINDS)
 def test_models_in_memory_and_in_a_folder_give_their_own_logits(kind, tmp_path):
