@@ -29,10 +29,15 @@ torch.set_num_threads(1)
 os.register_at_fork(after_in_child=lambda: tqdm.set_lock(threading.RLock()))
 
 
-def pytest_collection_finish() -> None:
-    """What was imported for all tests is not looked through for garbage each time."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported for all tests is not looked through for garbage, neither meanwhile nor each time behind that."""
+    gc.disable()
+    collected = yield
     gc.freeze()
     gc.set_threshold(10_000, 20, 5)  # and what tests leave, rarely: looking for it took a twentieth of their time
+    gc.enable()
+    return collected
 
 
 def pytest_configure(config: pytest.Config) -> None:
