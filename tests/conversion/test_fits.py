@@ -49,6 +49,7 @@ def continuations(kind: str):
     return text[:, PROMPT.shape[1] :]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("budget", ["equal", "logits"])
 def test_more_keys_are_nearer_to_the_prompt(kind, budget):

@@ -295,6 +295,7 @@ def rotary():
 
 
 @torch.no_grad()
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("prompt", [PROMPT, tokens(2, N_PROMPT)], ids=["one prompt", "a batch"])
 def test_a_model_reads_narrow_layers_as_wide_ones(model, prompt):
     wide = thinned(convert_prompt(model, prompt))
@@ -303,6 +304,7 @@ def test_a_model_reads_narrow_layers_as_wide_ones(model, prompt):
         assert relative_error(logits_under(model, narrow, some), logits_under(model, wide, some)) < LAW
 
 
+@pytest.mark.one_in(2)
 def test_gradients_of_the_text_are_the_same(model):
     wide, text = thinned(convert_prompt(model, PROMPT)), tokens(1, 5, seed=1)
     weights, found = [p for p in model.parameters() if p.requires_grad], []
