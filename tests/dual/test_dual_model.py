@@ -44,19 +44,19 @@ def test_one_step_is_the_heads_output(name, query, n):
             assert (by_autograd - z).norm() / z.norm() < EXACT
 
 
+def assert_one_step_is_the_output_of_every_head(model):
+    tokens = text_for(model, 24)
+    assert max(DualModel.from_head(model, tokens, *place).equivalence_error() for place in heads_of(model)) < EXACT
+
+
 @pytest.mark.parametrize("name", ["zoo docs-linear", "zoo docs-shift", "zoo induction-plain-2l"])
 def test_one_step_is_the_heads_output_of_shipped_models(name):
-    model = model_named(name)
-    tokens = text_for(model, 24)
-    errors = [DualModel.from_head(model, tokens, layer, head).equivalence_error() for layer, head in heads_of(model)]
-    assert max(errors) < EXACT
+    assert_one_step_is_the_output_of_every_head(model_named(name))
 
 
 def test_one_step_is_the_heads_output_of_stories260k(outside_data):
     model = HookedKVTransformer.from_llama2c(outside_data / "stories260K.bin", dtype=torch.float64).requires_grad_(False)
-    tokens = text_for(model, 24)
-    errors = [DualModel.from_head(model, tokens, layer, head).equivalence_error() for layer, head in heads_of(model)]
-    assert max(errors) < EXACT
+    assert_one_step_is_the_output_of_every_head(model)
 
 
 @pytest.mark.parametrize("role", ["initial", "demonstrations"])

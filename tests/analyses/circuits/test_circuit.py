@@ -591,10 +591,11 @@ def test_a_part_is_hidden_from_the_heads_whose_edge_from_the_embedding_is_cut(na
         assert float(found.estimates[where]) == pytest.approx(float(slope), rel=1e-6)
 
 
-def test_under_a_bias_it_is_the_circuit_behind_its_prompt():
+@pytest.mark.parametrize("by_query_head", [False, True])
+def test_under_a_bias_it_is_the_circuit_behind_its_prompt(by_query_head):
     model = shared("softmax, rotary, grouped")
     with model.kv_bias(convert_prompt(model, tokens(6, seed=3))):
-        found = circuit(model, CLEAN, CORRUPTED, everything)
+        found = circuit(model, CLEAN, CORRUPTED, everything, by_query_head=by_query_head, method="eap")
         whole, empty = found.measured(found.graph.edges, ~found.graph.edges)
         expected = everything(model(CLEAN)), everything(model(CORRUPTED))
     assert relative_error(whole, expected[0]) < LAW and relative_error(empty, expected[1]) < LAW
@@ -726,12 +727,6 @@ def test_by_query_head_estimates_add_up_and_circuits_are_those_of_the_group(name
     assert keys.groupby("writer")["estimate"].nunique().max() > model.cfg.n_key_value_heads
 
 
-def test_by_query_head_under_a_bias_and_where_no_keys_are_shared():
-    model = shared("softmax, rotary, grouped")
-    with model.kv_bias(convert_prompt(model, tokens(6, seed=3))):
-        found = circuit(model, CLEAN, CORRUPTED, everything, by_query_head=True, method="eap")
-        whole, empty = found.measured(found.graph.edges, ~found.graph.edges)
-        expected = everything(model(CLEAN)), everything(model(CORRUPTED))
-    assert relative_error(whole, expected[0]) < LAW and relative_error(empty, expected[1]) < LAW
+def test_by_query_head_where_no_keys_are_shared():
     plain, same = (circuit(shared("softmax, learned"), CLEAN, CORRUPTED, everything, by_query_head=x) for x in (False, True))
     assert torch.equal(plain.estimates, same.estimates)
