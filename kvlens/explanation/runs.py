@@ -209,13 +209,9 @@ def responses(model: KVModel, prompts: Sequence[Int[Tensor, " _"]], n_most: int,
 
 def without_last(bias: KVBias, n: int) -> KVBias:
     """The bias of a prompt without its last ``n`` tokens, from that of the whole: of softmax attention without a shift."""
-
-    def cut(part: Any) -> Any:
-        return part.with_keys(lambda x: x[:, :, :-n]).further(-n)
-
-    layers = tuple(layer.of_attention(cut) for layer in bias.layers)
+    cut = (layer.of_attention(lambda keys: keys.with_keys(lambda x: x[:, :, :-n]).further(-n)) for layer in bias.layers)
     n_tokens, offset = bias.n_prompt_tokens - n, bias.position_offset - n
-    return replace(bias, layers=layers, n_prompt_tokens=n_tokens, position_offset=offset, record=bias.fit)
+    return replace(bias, layers=tuple(cut), n_prompt_tokens=n_tokens, position_offset=offset, record=bias.fit)
 
 
 @dataclass(frozen=True)
