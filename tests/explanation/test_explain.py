@@ -15,9 +15,9 @@ import pandas as pd
 import pytest
 import torch
 from chat_templates import chat_model
-from kvlens.analyses.bias.exchange import Exchange, HeadExchange, in_one_space
+from kvlens.analyses.bias.exchange import Exchange, HeadExchange, in_one_space, shifts
 from precision import LAW, relative_error
-from small_models import row_of
+from small_models import SOFTMAX, model_of, row_of
 from tiny_text_model import tiny_text_model
 
 import kvlens
@@ -99,6 +99,17 @@ def test_gaps_that_are_not_read_change_nothing_that_is_found(model, found, monke
     numbers = ["nats", "p_before", "p_after"]
     pd.testing.assert_frame_equal(again.statements.drop(columns=numbers), found.statements.drop(columns=numbers))
     np.testing.assert_allclose(again.statements[numbers], found.statements[numbers], atol=1e-3)
+
+
+@pytest.mark.parametrize("name", SOFTMAX)
+def test_a_beginning_of_a_prompt_leaves_the_whole_ones_keys_without_the_last(name):
+    """In all models but those with a shift, whose last rows are others; these read the beginning."""
+    model, prompt = model_of("softmax", name), torch.arange(12) % 7
+    whole, beginning = convert_prompt(model, prompt), convert_prompt(model, prompt[:8]).tensors()
+    cut = runs.without_last(whole, 4).tensors()
+    assert {key: x.shape for key, x in cut.items()} == {key: x.shape for key, x in beginning.items()}
+    error = max(relative_error(cut[key].double(), x.double()) for key, x in beginning.items() if x.numel())
+    assert error > 0.1 if shifts(whole) else error < LAW
 
 
 @one_model
