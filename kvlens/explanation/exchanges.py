@@ -237,9 +237,8 @@ class _LayerRanges(_Search[int]):
         lost = list[IndexSet]()
         for ranges in (_smallest(promising), promising):
             left = [each for each in ranges if not any(set(other) <= set(each) for other in lost)]
-            for each, now in zip(left, self.read(left), strict=True):
-                is_smallest = not any(set(other) < set(each) for other in lost)
-                lost += [each] if is_smallest and self.explaining.lost(self.number, now) else []
+            lost += [each for each, now in zip(left, self.read(left), strict=True) if self.explaining.lost(self.number, now)]
+        lost = _smallest(lost)
         for each in tried:
             self.run("each" if len(each) == 1 else "together", [each], lambda now: False)
         self.run("breaking", sorted(lost, key=lambda each: -self.fall(tried[each])), self.may_be_lost)

@@ -393,8 +393,12 @@ class Runs:
         """What becomes of the response, without texts, when it does not read the positions of units; others have read them."""
         if any(layer.attention is None or layer.state is not None for layer in self.bias.layers) or self.bias.kind is None:
             self.count(len(self.prompt))  # is read again
-        gone = torch.stack([self.own[sorted(units)].any(dim=0) for units in sets])
+        gone = self._positions_of(sets)
         return [now for biases in hidden_from_text(self.model, self.prompt, gone, self.bias) for now in self._walked(biases)]
+
+    def _positions_of(self, sets: Iterable[Iterable[int]]) -> Bool[Tensor, "set pos"]:
+        """True at the positions of each set of units."""
+        return torch.stack([self.own[sorted(units)].any(dim=0) for units in sets])
 
     def _without(self, keys: list[tuple[Positions, frozenset[int]]]) -> Iterator[tuple[list[Key], KVBias]]:
         for gap in ("kept", "closed"):
@@ -404,11 +408,10 @@ class Runs:
                 for which, biases in converted_rows(self.model, rows, on_tokens=self.count, prefixes=self._prefixes):
                     yield [some[i] for i in which.tolist()], biases
 
-    def _rows(self, sets: Sequence[Iterable[int]], gap: Positions = "kept") -> Counterfactuals:
+    def _rows(self, sets: Iterable[Iterable[int]], gap: Positions) -> Counterfactuals:
         """The prompt without each set of units. What stands in front of a gap is not read again where the keys of the whole
         prompt are those of its beginnings."""
-        gone = torch.stack([self.own[sorted(units)].any(dim=0) for units in sets])
-        rows = counterfactuals(self.model, self.prompt, gone, positions=gap)
+        rows = counterfactuals(self.model, self.prompt, self._positions_of(sets), positions=gap)
         if asks_for_positions_alone(self.model) and not shifts(self.bias):
             starts = set(rows.first_changes().tolist()) - set(self._prefixes)
             self._prefixes |= {start: without_last(self.bias, len(self.prompt) - start) for start in starts if start}
