@@ -19,7 +19,11 @@ from kvlens.memory import BLOCK_NUMBERS
 from kvlens.model.config import HookedKVTransformerConfig
 
 _Made = TypeVar("_Made")
-NAMED = {f.name for f in fields(Fingerprint)} | {"n_key_value_heads", *(f"{name}_by_layer" for name in HEAD_SIZES)}
+NAMED = {
+    *(f.name for f in fields(Fingerprint)),
+    *("n_key_value_heads", "n_heads_by_layer", "n_key_value_heads_by_layer", "d_head_by_layer"),
+}
+"""Fields of the configuration that have a field of the fingerprint; each layer's sizes are in ``heads``."""
 WITHOUT_EFFECT = {
     *("model_name", "tokenizer_name", "n_ctx", "seed", "dtype", "n_devices", "n_params", "trust_remote_code", "d_vocab_out"),
     *("init_weights", "init_mode", "initializer_range", "from_checkpoint", "tie_word_embeddings", "default_prepend_bos"),
@@ -181,7 +185,8 @@ def is_weight(name: str) -> bool:
 
 def _rest(cfg: HookedKVTransformerConfig) -> str:
     plain = cfg.to_json()
-    for name in ("attention_variant", "value_biases_folded"):  # newer fields: older biases stay valid
+    newer = ("attention_variant", "value_biases_folded", *(f"{name}_by_layer" for name in HEAD_SIZES))
+    for name in newer:  # older biases stay valid
         if not plain[name]:
             del plain[name]
     return "; ".join(f"{name} {plain[name]}" for name in sorted(plain) if name not in NAMED | WITHOUT_EFFECT)

@@ -68,7 +68,6 @@ class HookedKVTransformer(LoadsAndSaves):
 
     cfg: HookedKVTransformerConfig
     positions = POSITIONAL_TYPES
-    _rotary_table: RotaryTable | None = None
 
     @checked
     def __init__(
@@ -84,15 +83,16 @@ class HookedKVTransformer(LoadsAndSaves):
         self._normalizers: Normalizers | None = None
         self._may_be_silent: tuple[tuple[str, object], ...] = ()  # (hook point, function) asked for while no bias was attached
         self._thread = OneThread()
+        self._rotary_tables: dict[object, RotaryTable] = {}  # by their angles
         self.rounded_from: tuple[str, str] | None = None  # (hash of the rounded weights, hash before rounding)
         super().__init__(cfg, tokenizer, move_to_device, default_padding_side)
 
     def build_block(self, layer: int) -> KVBlock:
-        """A layer with kvlens' attention; layers whose heads have one size share a rotary table."""
+        """A layer with kvlens' attention; layers whose positions rotate by the same angles share a table of them."""
         block = KVBlock(self.cfg, layer)
-        if layer and self._rotary_table is not None and self.cfg.d_head_by_layer is None:
-            block.attn.rotary_table = self._rotary_table
-        self._rotary_table = getattr(block.attn, "rotary_table", None)
+        table: RotaryTable | None = getattr(block.attn, "rotary_table", None)
+        if table is not None:
+            block.attn.rotary_table = self._rotary_tables.setdefault(table.angles, table)
         return block
 
     def build_pos_embed(self) -> OffsetPosEmbed | SinusoidalPosEmbed | None:

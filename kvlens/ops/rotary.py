@@ -8,6 +8,7 @@ The angles are computed in float64 and rounded once. TransformerLens computes th
 """
 
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -111,8 +112,8 @@ CosSinRows = tuple[Tensor, Tensor]
 class RotaryTable:
     """(cos, sin) rows by position, without an ``n_ctx``.
 
-    Rows beyond :data:`ROWS_KEPT` are computed on request. The last request is cached, because all layers of a model ask for the
-    same rows in turn.
+    Rows beyond :data:`ROWS_KEPT` are computed on request. The last request is cached, because all layers of a model that share
+    a table, those of equal :attr:`angles`, ask for the same rows in turn.
 
     Args:
         compute: ``compute(n_ctx=n)`` returns (sin, cos) of positions 0 .. n - 1, each [n, rotary_dim], in float64. Angles must
@@ -121,9 +122,18 @@ class RotaryTable:
 
     def __init__(self, compute: Callable[..., tuple[Tensor, Tensor]]):
         self._compute = compute
-        self._frequencies: tuple[Tensor, Tensor] | None = None
         self._kept: dict[tuple[torch.device, torch.dtype], CosSinRows] = {}
         self._last: tuple[tuple[int, int, torch.device, torch.dtype], CosSinRows] | None = None
+
+    @cached_property
+    def angles(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """The angles of position 1, which are the frequencies, and the length of (cos, sin): all rows follow from them.
+
+        Some scaled forms of RoPE multiply cos and sin by a common factor, which is their length.
+        """
+        with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+            sin, cos = self._compute(n_ctx=2)
+            return tuple(torch.atan2(sin[1], cos[1]).tolist()), tuple(torch.hypot(sin[1], cos[1]).tolist())
 
     def rows(
         self, first: int, n: int, device: torch.device, dtype: torch.dtype
@@ -160,12 +170,8 @@ class RotaryTable:
 
     def _rows_at(self, positions: Tensor, device: torch.device, dtype: torch.dtype) -> CosSinRows:
         with torch.inference_mode(False), torch.no_grad():
-            if self._frequencies is None:
-                sin, cos = self._compute(n_ctx=2)
-                # some scaled forms of RoPE multiply cos and sin by a common factor, which is their length
-                self._frequencies = torch.atan2(sin[1], cos[1]), torch.hypot(sin[1], cos[1])
-            frequencies, length = (x.to(device) for x in self._frequencies)
-            angles = positions.to(device, frequencies.dtype)[..., None] * frequencies
+            frequencies, length = (torch.tensor(x, dtype=torch.float64, device=device) for x in self.angles)
+            angles = positions.to(device, torch.float64)[..., None] * frequencies
             return (angles.cos() * length).to(dtype), (angles.sin() * length).to(dtype)
 
 

@@ -1,5 +1,6 @@
 """A converted prompt as an object: arithmetic, selection, one prompt of a batch, its file, and the model that it fits."""
 
+import copy
 import functools
 import os
 import re
@@ -12,8 +13,10 @@ from safetensors.torch import save_file
 from small_models import linear_model, relative_error, sharp, tokens
 from stacked_tensors import with_stacked
 
-from kvlens import HookedKVTransformer, KVBias, KVLensError, KVShiftConfig, combine, convert_prompt
+from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, KVShiftConfig, combine, convert_prompt
+from kvlens.base.config import HEAD_SIZES
 from kvlens.kv_bias import Fingerprint, Layer, State
+from kvlens.model import AttentionVariantConfig, Regularised, fingerprint
 
 SHIFT = KVShiftConfig(window=3, queries=True)
 TENSORS = ("b_kv", "b_d", "last_k", "last_v", "last_q")
@@ -469,3 +472,27 @@ def test_a_bias_does_not_fit_another_model_and_says_why(changes, field):
     with pytest.raises(KVLensError, match=f"attach_kv_bias: {field} differs"):
         hedgehog(**changes).attach_kv_bias(bias)
     assert hedgehog(**changes).attached_kv_bias is None
+
+
+CHANGED = {
+    "attention": "softmax",
+    "feature_map": "taylor",
+    "decay": [0.5] * 5,
+    "kv_shift": None,
+    "attention_variant": AttentionVariantConfig(regularised=Regularised(0.1)),
+    "alibi_slopes": [0.5] * 5,
+    "attn_types": ["local", "global"],
+    **{f"{size}_by_layer": [2, 1] for size in HEAD_SIZES},
+}
+
+
+def test_every_field_of_the_configuration_counts_unless_it_is_named_as_one_without_effect():
+    """So that a new field counts too. ``device`` is no part of a stored configuration."""
+    model, without_effect = hedgehog(), set()
+    for field in (f.name for f in fields(HookedKVTransformerConfig)):
+        changed = copy.copy(model.cfg)
+        value = getattr(changed, field)
+        changed.__dict__[field] = CHANGED.get(field, not value if isinstance(value, bool) else other(value))
+        if fingerprint._fingerprint(model, changed) == model.fingerprint():
+            without_effect.add(field)
+    assert without_effect == {*fingerprint.WITHOUT_EFFECT, "device"}

@@ -1,4 +1,4 @@
-"""Layers that differ in heads: what holds for equal heads holds for them, and every analysis reads them right.
+"""Layers that differ, most of them in heads: what holds for equal ones holds for them, and every analysis reads them right.
 
 The reference is the same function with equal heads, some of them empty (:func:`with_empty_heads`). Baichuan-M1, the public
 model of this kind, is held against the published architecture in ``tests/pretrained/test_baichuan.py``.
@@ -16,6 +16,8 @@ from transformer_lens.cache.key_value_cache import TransformerLensKeyValueCache
 
 from kvlens import HookedKVTransformer, HookedKVTransformerConfig, KVBias, KVLensError, analyses, convert_prompt
 from kvlens.base import HookedTransformer, HookedTransformerConfig
+from kvlens.base.attention import Attention
+from kvlens.ops.rotary import naive_rotate
 
 SIZES: dict[str, Any] = dict(n_layers=3, d_model=16, d_mlp=24, n_ctx=64, d_vocab=40, act_fn="gelu", seed=3, device="cpu")
 HEADS: dict[str, Any] = dict(
@@ -141,6 +143,34 @@ def test_a_prompt_becomes_a_bias_exactly(kind, tmp_path):
     assert torch.equal(said[0, len(TEXT) :], whole[0, BOTH.shape[1] :])
     counted = sum(x.numel() for (_, name), x in bias.tensors().items() if name in ("b_kv", "b_d", "keys"))
     assert bias.num_parameters == counted < bias.stacked("b_kv").numel() * 3
+
+
+BASES = (50, 7, 50)
+
+
+@pytest.mark.parametrize("placement", [None, "before", "after"])
+@torch.no_grad()
+def test_every_layer_rotates_by_its_own_base_and_layers_of_equal_bases_share_a_table(placement, monkeypatch):
+    """No field sets a base for each layer yet; the layer's own attribute does here, before any table is made."""
+    monkeypatch.setattr(Attention, "rotary_base", property(lambda attn: BASES[attn.layer_id]))
+    linear = {} if placement is None else dict(attention="linear", rotary_placement=placement)
+    cfg = HookedKVTransformerConfig(
+        **SIZES, d_head=4, dtype=torch.float64, initializer_range=0.3, positional_embedding_type="rotary", **linear
+    )
+    model = HookedKVTransformer(cfg)
+    _, cache = model.run_with_cache(BOTH)
+    for layer, base in enumerate(BASES):
+        frequencies = base ** (-torch.arange(0, 4, 2, dtype=torch.float64) / 4)
+        for x in "qk":
+            given = cache[f"blocks.{layer}.attn.{f'hook_phi_{x}' if placement == 'after' else f'hook_{x}'}"][0]
+            turned = torch.stack([naive_rotate(row, i, frequencies, False) for i, row in enumerate(given)])
+            close(cache[f"blocks.{layer}.attn.hook_rot_{x}"][0], turned)
+    expected = model(BOTH)[:, len(PROMPT) :]
+    with model.kv_bias(convert_prompt(model, PROMPT)):
+        close(model(TEXT[None]), expected)
+    if placement is not None:
+        first, other, last = (block.attn.rotary_table for block in model.blocks)
+        assert first is last is not other
 
 
 @torch.no_grad()
