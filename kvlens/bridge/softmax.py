@@ -41,7 +41,7 @@ from kvlens.ops.softmax_attention import ScaledFeatures, ScaledMass, join_bias
 from kvlens.ops.softmax_features import ScoreRule, distance_scores, scaled_exp, virtual_key_scores
 
 HOOKS = ("hook_b_kv", "hook_b_d", "hook_b_keys", "hook_normalizer", "hook_z_context", "hook_z_bias")
-BETWEEN = ("hook_attn_scores", "hook_pattern", *HOOKS[3:])
+BETWEEN = ("hook_attn_scores", "hook_pattern", "hook_normalizer", "hook_z_context", "hook_z_bias")
 """What is seen here belongs to the text alone, or to the bias alone."""
 
 SAMPLE = 64

@@ -26,6 +26,9 @@ its name to `LIKE_THE_OTHERS` in `tests/bridge/bridge_models.py`, which leaves o
 families: `pytest tests/bridge -k NAME -m "slow or not slow"`. A family of which TransformerLens has no adapter needs one in
 `adapters.py`, whose `submodules=` have its names of projections; attention that its bridge leaves to Transformers is opened up
 in `native.py`, as `q_proj` to `o_proj`, and named in `NATIVE` (`parts.py`); recurrent layers need a mixer in `kvlens/mixers`.
+ALiBi (Bloom, MPT) needs a component that `_is_shown` knows (`parts.py`), slopes in the `ScoreRule` of `SoftmaxLayer`, distances
+in its `scores_as_said`, and a term in its `_columns_of` that takes away what the component adds to the scores of a bias, whose
+keys it finds behind the text.
 """
 
 from dataclasses import dataclass

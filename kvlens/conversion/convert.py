@@ -14,7 +14,7 @@
    :mod:`~kvlens.conversion.moved_keys` moves keys, :mod:`~kvlens.conversion.kvzip` keeps keys as they are,
    :mod:`~kvlens.conversion.features` sums or trains features; :mod:`~kvlens.conversion.gradients` has what takes gradients.
 9. Errors of heads and answers are measured on texts that no fit has read (:mod:`kvlens.conversion.measured`).
-10. If another bias is continued, both are joined: the earlier one is moved back by as many positions as this prompt has.
+10. If another bias is continued, its keys stay beside the new ones, moved back by as many positions as this prompt has.
 11. Every number must be finite; a single prompt loses its batch axis.
 12. Recall is measured: which of the prompt's words the model would still say. Then heads are stored as wide as they need to be.
 """

@@ -37,6 +37,7 @@ class ReverseTask(Task):
         return self.vocab_size + 1
 
     def sample(self, batch_size: int, generator: torch.Generator, split: str = "train") -> Batch:
+        self.check_drawable(batch_size, generator, split)
         word = torch.randint(self.vocab_size, (batch_size, self.length), generator=generator)
         bar = torch.full((batch_size, 1), self.vocab_size)
         text = torch.cat([word, bar, word.flip(1)], dim=1)
