@@ -8,6 +8,7 @@ import importlib
 import json
 import re
 import shutil
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -93,6 +94,12 @@ def test_claims_md_is_what_the_stored_runs_make_and_the_papers_page_has_it(paper
     page = (paper_claims.FOLDER / paper / "CLAIMS.md").read_text()
     assert page == page_of(paper), "write it anew: python -m kvlens.papers.paper_claims"
     assert page[page.index("| claim ") :] in importlib.import_module(f"kvlens.papers.{paper}").__doc__
+
+
+def test_the_results_page_has_the_totals_of_the_lists():
+    counts = Counter(verdict for _, _, result in RESULTS for verdict, *_ in result.rows())
+    said = f"{counts['holds']} hold, {counts['does not hold']} do not, {counts['inconclusive']} inconclusive"
+    assert f"| {said} |" in (ROOT / "docs/results.md").read_text(encoding="utf-8")
 
 
 def test_notes_have_no_figures_of_their_own():

@@ -185,7 +185,8 @@ class Findings:
 
     @property
     def marked(self) -> str:
-        """The response with a mark behind the words that have one: the numbers of their sources, or ``memory`` or ``?``."""
+        """The response with a mark behind the words that have one: numbers of sources, which ``follows from`` may precede, or
+        ``follows``, ``memory`` or ``?``; :mod:`~kvlens.explanation.citations` says which account has which."""
         return marked(self.response, self.citations)
 
     @property
