@@ -48,7 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is marked ``one_in(n)`` every n-th case is run always, and the others are slow."""
+    """Of a test that is marked ``one_in(n)`` every n-th case is run always, and the others are slow.
+
+    Tests of the real model come first, so that one process has them all: each that has one loads it, and none ends with them.
+    """
+    items.sort(key=lambda item: "smollm2" not in item.fixturenames)
     seen: Counter[str] = Counter()
     for item in items:
         if mark := item.get_closest_marker("one_in"):

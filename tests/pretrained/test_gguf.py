@@ -104,16 +104,25 @@ def test_the_model_of_a_file_is_transformers_own(front_end, file, monkeypatch):
 
 def test_entries_are_read_once_and_the_package_is_left_as_it_was(file, monkeypatch):
     import gguf
+    from transformers import modeling_gguf_pytorch_utils as theirs
 
-    made = []
-    monkeypatch.setattr(gguf, "GGUFReader", lambda path, own=gguf.GGUFReader: made.append(path) or own(path))
-    before = gguf.GGUFReader, gguf.get_tensor_name_map
+    made, parsed, own = [], [], theirs._gguf_parse_value
+
+    class Counted(gguf.GGUFReader):
+        def __init__(self, path):
+            made.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(gguf, "GGUFReader", Counted)
+    monkeypatch.setattr(theirs, "_gguf_parse_value", lambda stored, kind: parsed.append(stored) or own(stored, kind))
+    before = gguf.GGUFReader, gguf.get_tensor_name_map, theirs._gguf_parse_value
     load(str(file), verify=False)
-    assert len(made) == 1 and (gguf.GGUFReader, gguf.get_tensor_name_map) == before
+    assert len(made) == 1 and (gguf.GGUFReader, gguf.get_tensor_name_map, theirs._gguf_parse_value) == before
+    assert len(parsed) == len({id(stored) for stored in parsed}) > 100
     monkeypatch.setattr(reader, "read_model", lambda *args, **more: 1 / 0)
     with pytest.raises(KVLensError, match="division by zero"):
         load(str(file))
-    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map, theirs._gguf_parse_value) == before
 
 
 def test_nothing_is_written_to_stderr_which_a_notebook_shows_red(file, capfd):

