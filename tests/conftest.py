@@ -24,6 +24,9 @@ import torch
 from precision import float64
 from tqdm import tqdm
 
+GOLDEN_RATIO = (1 + 5**0.5) / 2
+"""Its multiples modulo 1 are spread evenly, whatever the step."""
+
 torch.set_num_threads(1)
 # forks share the lock of progress bars, and one that a test kills may hold it: then all others would wait without end
 os.register_at_fork(after_in_child=lambda: tqdm.set_lock(threading.RLock()))
@@ -48,16 +51,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is marked ``one_in(n)`` every n-th case is run always, and the others are slow.
+    """Of a test that is marked ``one_in(n)`` one of every n cases is run always, and the others are slow.
 
-    Tests of the real model come first, so that one process has them all: each that has one loads it, and none ends with them.
+    Which of them moves, or of an axis of n values one alone would be tried; tests with the same cases begin at different ones.
+    The tests of the real model come first, so that one process has them all, as each that has one loads it.
     """
     items.sort(key=lambda item: "smollm2" not in item.fixturenames)
     seen: Counter[str] = Counter()
     for item in items:
         if mark := item.get_closest_marker("one_in"):
-            test, *_ = item.nodeid.partition("[")
-            if (len(test) + seen[test]) % mark.args[0]:  # tests with the same cases begin at different ones
+            (n,), (test, *_) = mark.args, item.nodeid.partition("[")
+            group, place = divmod(seen[test], n)
+            if place != int((group + len(test)) * GOLDEN_RATIO % 1 * n):
                 item.add_marker("slow")
             seen[test] += 1
 

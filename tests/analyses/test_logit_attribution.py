@@ -138,6 +138,7 @@ def reading(model):
     return PROMPT[:0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_parts_add_up_and_heads_to_their_layer(name):
     model = sharp(name)
@@ -194,6 +195,7 @@ def test_by_hand():
     pd.testing.assert_frame_equal(frame, expected, rtol=1e-14)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["rope after", "gqa decay", "learned, queries shifted", "folded LN", "softmax, shifted"])
 def test_attribution_predicts_ablation_node_by_node(name):
     """Take one part away from the residual stream, everything behind it held still: the logits move by its logits."""

@@ -30,6 +30,7 @@ def family(request):
     return request.param
 
 
+@pytest.mark.one_in(2)
 def test_every_head_has_its_row(model):
     bias = convert_prompt(model, PROMPT)
     heads = [(layer, head) for layer in range(3) for head in range(bias.n_heads_of(layer))]
@@ -41,6 +42,7 @@ def test_every_head_has_its_row(model):
     assert (together - layers["b_kv_norm"]).abs().max() < LAW * together.max()
 
 
+@pytest.mark.one_in(2)
 def test_an_ablation_of_everything_is_the_text_alone(model):
     table = an.bias_effects(model, PROMPT, TEXT, by="model", methods=("zero",), parts=["bias"])
     bias = convert_prompt(model, PROMPT)
@@ -55,6 +57,7 @@ def test_an_ablation_of_everything_is_the_text_alone(model):
     assert (each["head"] == -1).sum() == n_convolutions == (each["part"] == "shift_state").sum()
 
 
+@pytest.mark.one_in(2)
 def test_the_last_depth_is_the_model(model):
     table = an.prompt_by_depth(model, PROMPT, TEXT)
     log_p = model(torch.cat([PROMPT, TEXT])[None])[0, len(PROMPT) :].double().log_softmax(dim=-1)
@@ -63,6 +66,7 @@ def test_the_last_depth_is_the_model(model):
     assert abs(losses.numpy() - last).max() < LAW
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", DIRECT)
 def test_a_heads_direct_logit_is_what_the_logit_loses_without_it(family, bridge_of):
     """In the last layer nothing but norms and a gate is in between, and they are held."""
@@ -101,6 +105,7 @@ def test_heads_behind_a_norm_have_no_logit_of_their_own(family, bridge_of):
         an.bias_decomposition(bridge_of(family), PROMPT, TEXT)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", DIRECT)
 @pytest.mark.parametrize("attached", [False, True])
 def test_positions_add_up_to_the_bias(family, attached, bridge_of):
@@ -134,6 +139,7 @@ def hybrid(request, bridge_of):
     return bridge_of(request.param)
 
 
+@pytest.mark.one_in(2)
 def test_every_head_of_a_hybrid_is_scored(hybrid, scored):
     table, (tokens, _) = scored
     heads = [(layer, head) for layer, n_heads in enumerate(heads_per_layer(hybrid)) for head in range(n_heads)]
@@ -206,6 +212,7 @@ def test_a_swap_is_the_pattern_without_one_lag_and_that_lag_alone_on_another_tex
     assert abs(found - expected) < LAW and abs(expected) > 1e-6  # the largest of its layer
 
 
+@pytest.mark.one_in(2)
 def test_linked_shares_of_a_hybrid_are_what_a_head_writes_without_a_tokens_value(hybrid):
     """c of the linked view, from two passes: W_O of a head's output, and of its output with a prompt token's value zero."""
     layer, position, at = 0, 2, len(PROMPT) + 1
@@ -238,6 +245,7 @@ def test_linked_shares_of_a_hybrid_are_what_a_head_writes_without_a_tokens_value
     assert relative_error(rows[layer][-n_heads:, 1, position], expected) < LAW
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["gpt2", "gptj", "opt", "llama"])
 def test_contributions_are_those_of_the_hooked_model(family, both_of):
     """On the text alone, behind a prompt, and under a bias."""
@@ -249,6 +257,7 @@ def test_contributions_are_those_of_the_hooked_model(family, both_of):
         assert_frame_equal(*tables, rtol=LAW, atol=LAW)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["qwen3_5", "falcon_h1_direct", "kimi_linear", "gpt_oss"])
 def test_contributions_add_up_to_the_logits(family, bridge_of):
     model = bridge_of(family)
@@ -310,6 +319,7 @@ def test_verdicts_on_hybrids_and_behind_norms(hybrid, bridge_of):
     assert an.induction_verdicts(bridge_of("gemma3"), **REPEATED)["logit_attribution"].isna().all()
 
 
+@pytest.mark.one_in(2)
 def test_the_attribution_of_heads_is_what_their_layer_adds_to_the_logit(hybrid, scored):
     """In the last layer: over heads, what attention contributes to the centered logits of the next tokens."""
     _, (tokens, _) = scored

@@ -41,6 +41,7 @@ def test_explanations_are_those_of_the_hooked_model(both_of):
     assert found[0].cause == found[1].cause and found[0].response == found[1].response
 
 
+@pytest.mark.one_in(2)
 def test_recurrent_layers_are_explained_too(model):
     """All layers exchanged are the prompt without the cause, and none is the whole prompt, states and convolutions included."""
     units, question = (positions_of_spans(spans, len(PROMPT) + len(TEXT) - 1) for spans in (UNITS, [(len(PROMPT), -1)]))
@@ -53,6 +54,7 @@ def test_recurrent_layers_are_explained_too(model):
     assert without.falls.abs().max() > 1e-3
 
 
+@pytest.mark.one_in(2)
 def test_all_positions_exchanged_are_the_prompt_without_the_cause(model):
     """And none is the whole prompt: keys, values, states and convolutions."""
     gone = positions_of_spans(UNITS[1:2], len(PROMPT))
@@ -82,6 +84,7 @@ def log_p(model, tokens, answer):
     return model(tokens[None])[0, -1].double().log_softmax(dim=-1)[answer]
 
 
+@pytest.mark.one_in(2)
 def test_a_unit_that_moves_up_is_a_unit_that_was_never_written(model):
     answer = 5
     table = prompt_attribution(model, PROMPT, TEXT, by=UNITS, answer=answer, positions="closed")
@@ -92,6 +95,7 @@ def test_a_unit_that_moves_up_is_a_unit_that_was_never_written(model):
     assert table["total_effect"].abs().max() > 0.05
 
 
+@pytest.mark.one_in(2)
 def test_the_parts_of_all_heads_are_the_whole_bias(model):
     units = prompt_attribution(model, PROMPT, TEXT, by=UNITS, answer=5)
     heads = attribution_by_head(model, PROMPT, TEXT, by=UNITS, answer=5)
@@ -142,6 +146,7 @@ def test_a_part_of_a_layer_with_attention_and_state_is_exchanged_by_itself(bridg
         assert any(abs(fall[part]) > 1e-6 for part in kind)  # far above LAW
 
 
+@pytest.mark.one_in(2)
 def test_an_exchange_for_the_same_changes_nothing(model):
     question = Question.of(model, PROMPT, TEXT, 5)
     bias = convert_prompt(model, PROMPT)
@@ -182,6 +187,7 @@ def test_terms_of_a_counterfactual_prompt_add_up_to_its_states(family, bridge_of
     assert not carried_keys[:, ~other.kept[0]].any()
 
 
+@pytest.mark.one_in(2)
 def test_a_null_of_text_that_the_model_writes(model):
     table = prompt_attribution(model, PROMPT, TEXT, by=UNITS, null=Null(19))
     assert table["p_value"].between(1 / 20, 1).all()

@@ -233,6 +233,7 @@ def test_padding_in_front(family, bridge_of):
         assert relative_error(under[0, 4:], model(TEXT[:1, 4:])[0]) < LAW
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "deepseek_v3", "nemotron_h"])
 def test_the_hook_points_of_a_bias_are_all_of_it(family, bridge_of):
     """Patching one head's values, weights and keys from another bias is that head's part of the other bias."""

@@ -79,6 +79,7 @@ def test_plain_transformers_reads_a_prompt_of_a_hooked_model(family):
     assert relative_error(logits, logits_under(model, bias, TEXT)) < law_of(family)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", WEIGHTED)
 def test_keys_with_weights_are_read_by_the_attention_function_of_kvlens(model, family):
     hf, bias = tiny_hf_model(family), weighted(convert_prompt(model, PROMPT))
@@ -92,6 +93,7 @@ def test_keys_with_weights_are_read_by_the_attention_function_of_kvlens(model, f
     assert relative_error(hf(TEXT).logits, without_cache) < LAW  # without a bias it is Transformers' own attention
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 @pytest.mark.parametrize("change", [lambda bias: bias, weighted], ids=["exact", "weighted"])
 def test_generate_continues_with_the_same_text(model, family, change):
@@ -224,6 +226,7 @@ def test_a_cache_of_transformers_is_the_bias_of_a_hooked_model(family):
     assert relative_error(logits_under(model, found, TEXT), logits_under(model, exact, TEXT)) < law_of(family)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", WEIGHTED)
 @pytest.mark.parametrize("text", [None, TEXT], ids=["prompt", "prompt and text"])
 def test_a_bias_as_a_cache_and_back(model, family, text):
@@ -255,6 +258,7 @@ def test_plain_transformers_reads_the_same_keys(model, family):
 ON_FRONT_ENDS = [("bridge", "llama"), ("bridge", "gemma3"), *(("hooked", name) for name in ("gpt2", "gpt_neo", "bloom"))]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("front_end", "family"), ON_FRONT_ENDS)
 def test_keys_that_another_method_keeps_stand_where_they_stood(bridge_of, family, front_end):
     """Others in each row and head, in no order, of another number in each layer, and some that are not read."""

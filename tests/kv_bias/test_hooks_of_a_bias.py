@@ -98,6 +98,7 @@ def blind_to_the_prompt(model, *heads):
     return model.run_with_hooks(whole, fwd_hooks=[("blocks.1.attn.hook_attn_scores", blind)])[:, n:]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_query_head_is_ablated_and_no_other(kind, steps):
@@ -144,6 +145,7 @@ def test_linear_attention_has_query_heads_too_and_no_keys_to_show(trained):
     assert relative_error(ablated, model(TEXT)) < LAW
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("scales", [False, True], ids=["as converted", "other log-scales"])
 def test_patched_together_they_are_select_and_plus(model, steps, scales):
@@ -177,6 +179,7 @@ def test_a_repeated_bias_is_shown_with_a_row_for_each_prompt(attention):
     assert relative_error(logits(model, bias.repeat(2), hooks), expected) < LAW
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("steps", STEPS)
 def test_in_rows_of_a_batch_and_while_decoding(model, steps):
     """Each row of a batch of texts has its own head patched; token by token, at every step."""
@@ -227,6 +230,7 @@ def test_unhooked_nothing_is_expanded_or_copied(model):
         assert mine.data_ptr() == theirs.data_ptr()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", ["exact", "landmark"])
 def test_where_scores_depend_on_more_than_the_key(kind, method):
@@ -263,6 +267,7 @@ def test_numbers_that_fit_no_dtype_are_refused_where_they_are_shown():
             shown(model, scaled, 1)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("head", [None, 4])
 def test_a_prompt_that_continues_a_patched_bias(model, head):
     """``convert_prompt`` continues from the bias as hooks leave it, keys included."""
@@ -305,6 +310,7 @@ def test_a_row_per_key_value_head_is_refused_with_a_message(name, sizes):
         logits(model, convert_prompt(model, ONE), [hook])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("gradients", [False, True])
 def test_rows_may_differ_at_some_of_the_points_alone(model, steps, gradients):

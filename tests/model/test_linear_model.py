@@ -282,6 +282,7 @@ def test_generation_is_transformer_lens_generation(options, stop):
     assert results[0].shape[1] > 5
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("attention", ["linear", "softmax"])
 def test_batched_generation_with_a_tokenizer_equals_single_generation(side, attention):

@@ -215,6 +215,7 @@ def test_a_rounded_model_keeps_its_biases_through_save_load_and_copy(dtype, tmp_
         loaded.attach_kv_bias(bias)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", sorted(ALL_KINDS))
 def test_no_weight_is_left_unset(kind, request):
     """A parameter that no checkpoint brings would differ from one load to the next."""

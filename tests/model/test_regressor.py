@@ -156,6 +156,7 @@ def test_the_cache_has_the_keys_of_a_transformer_that_stops_before_the_unembeddi
 # --- on disk ---
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
 def test_save_and_load_give_the_same_numbers(name, tmp_path):

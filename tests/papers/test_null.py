@@ -370,6 +370,7 @@ def verdicts_on(case: Case, noise: str, difference: float) -> tuple[list, np.nda
     return found, np.stack([sides(draw) for draw in draws])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("case", "noise"),
     [(case, noise) for case in CASES for noise in NOISE if case.paired or noise != SKEWED],
@@ -388,6 +389,7 @@ def test_the_known_difference_is_significant_in_four_of_five_cases_and_almost_ne
         assert right >= LEAST and wrong <= 0.001
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.compare.__name__)
 @pytest.mark.parametrize("sign", [1, -1])
 def test_every_claim_holds_for_a_large_difference_and_fails_for_its_reverse(case, sign):

@@ -217,6 +217,7 @@ def changed(value: Any) -> Any:
     return value + {int: 1, float: 0.25}[type(value)] if type(value) in (int, float) else None
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()

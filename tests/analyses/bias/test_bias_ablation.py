@@ -281,6 +281,7 @@ def test_every_ablation_is_what_hooks_do(name, by):
     assert (frame["kl"] > 1e-9).all()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_other_prompts_instead_of_a_layer_of_a_sharp(name):
     """Each against a bias put together by sums: the rest of this prompt, and that layer of the others."""

@@ -56,6 +56,7 @@ def rotated_back(b_kv, n_tokens, rotary_dim=6, base=10000.0):
     return rotated
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", LINEAR)
 def test_every_column_by_its_definition(name):
     """Of sums put together by hand: C decays and turns, and what is newly written is converted after the first shift state."""
@@ -86,6 +87,7 @@ def test_every_column_by_its_definition(name):
         assert found == pytest.approx((s * left).sum() / (s * strengths).sum(), rel=1e-9)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", [*LINEAR, *SOFTMAX])
 def test_aligned_addition_is_exact_in_the_first_layer(name):
     linear = name in LINEAR

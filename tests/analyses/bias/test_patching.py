@@ -132,6 +132,7 @@ def test_every_patch_against_the_slow_way(name):
     assert moved.groupby(frame["point"]).any().all()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_rows_are_every_head_then_every_layer_then_everything(name):
     model, frame = patched(name)
@@ -143,6 +144,7 @@ def test_the_rows_are_every_head_then_every_layer_then_everything(name):
         assert list(zip(rows["layer"], rows["head"], strict=True)) == expected
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_patching_everything_gives_the_clean_run_and_nothing_the_corrupted_one(name):
     model, frame = patched(name)
@@ -233,6 +235,7 @@ def test_without_an_answer_the_metric_is_of_the_next_tokens():
         assert row.metric == pytest.approx(float(log_p[torch.arange(3), TEXT[1:]].mean()), rel=1e-11)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", LINEAR)
 def test_a_point_is_what_its_hooks_see_exact(name):
     """Of every point by the hooks in its table: each sees the clean prompt's tensor, of all layers."""

@@ -108,6 +108,7 @@ def naive_pairs(model, layer, head, query):
     return pairs, z, cache[f"blocks.{layer}.attn.hook_pattern"][0, head, query, : query + 1]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("row", NAIVE)
 def test_pairs_are_those_of_the_slow_form(row):
     model, query, key = shared(f"softmax, {row}"), 10, 4
@@ -263,6 +264,7 @@ def test_a_writer_is_taken_out_of_this_heads_keys_queries_or_values_alone(row):
 # --- under a bias ---
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("row", ["learned", "rotary, grouped", "alibi, grouped", "soft-capped", "sinks", "local", "qk norm"])
 def test_an_exact_bias_gives_what_its_prompt_gives_but_for_the_writers_of_its_keys(row):
     assert_same_under_bias(shared(f"softmax, {row}"), PROMPT, TEXT, LAYER, key=5)

@@ -37,6 +37,7 @@ def tokens_of(model):
     return model.to_tokens(WORDS)[0], model.to_tokens(NEXT_WORDS, prepend_bos=False)[0]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ROWS)
 def test_details_are_hook_pattern_and_the_shares(name):
     model = tiny_text_model(row_of(name), dtype=torch.float64)

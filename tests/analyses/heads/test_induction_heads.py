@@ -162,6 +162,7 @@ def slow_scores(pattern, taps):
     ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_scores_equal_loops_over_written_out_effective_patterns(name):
     model = sharp(name, **MODELS[name])
@@ -205,6 +206,7 @@ def test_relation_to_transformer_lens_detector(name):
 # --- attribution and ablation against interventions ------------------------------------------------------------------
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_attribution_predicts_what_removing_a_head_from_the_direct_path_does(name):
     """Head off, every later part held at what it was, norms at their scales: the logit moves by the attribution."""
