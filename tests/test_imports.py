@@ -63,10 +63,23 @@ def named_imports(module: str, source: str, is_package: bool) -> tuple[str, ...]
     return tuple(_named_imports(module, source, is_package))
 
 
-def _named_imports(module: str, source: str, is_package: bool) -> Iterable[str]:
-    tree = ast.parse(source)
+@functools.cache
+def nodes(source: str) -> tuple[ast.AST, ...]:
+    """The statements of a source at any depth; of one that imports by name, all nodes."""
     by_name = "import_module" in source or "__import__" in source
-    for node in ast.walk(tree):
+    return tuple(ast.walk(ast.parse(source)) if by_name else statements(ast.parse(source).body))
+
+
+def statements(body: Iterable[ast.AST]) -> Iterable[ast.AST]:
+    for node in body:
+        yield node
+        for inner in ("body", "orelse", "finalbody", "handlers", "cases"):
+            yield from statements(getattr(node, inner, []) if not isinstance(node, ast.expr) else [])
+
+
+def _named_imports(module: str, source: str, is_package: bool) -> Iterable[str]:
+    by_name = "import_module" in source or "__import__" in source
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -234,7 +247,7 @@ def test_one_word_means_one_thing():
     taken = {name for module in all_sources for name in named_imports(module, *all_sources[module])}
     words = {name.rpartition(".")[2] for name in taken if "." in name}
     for module, (source, _) in all_sources.items():
-        classes = [node.name for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+        classes = [node.name for node in nodes(source) if isinstance(node, ast.ClassDef)]
         found = [name for name in public_names(source) if name not in classes and (name in words or not name.isupper())]
         named += classes + [name for name in found if f"{module}.{name}" in taken or "\n@experiment(" not in source]
     twice = {name for name in named if named.count(name) > 1}

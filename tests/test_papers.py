@@ -165,7 +165,7 @@ def seconds(run) -> float:
 
 
 AGAIN = [
-    pytest.param(name, marks=[] if seconds(run) < 10 else [pytest.mark.slow])
+    pytest.param(name, marks=[] if seconds(run) < 1 else [pytest.mark.slow])
     for name, run in RUNS.items()
     if seconds(run) < 60 and not {"model", "steps", "training"} & set(run.settings)
 ]

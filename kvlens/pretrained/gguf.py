@@ -140,8 +140,8 @@ def _read_once() -> Iterator[None]:
     before = package.GGUFReader, package.get_tensor_name_map, theirs._gguf_parse_value
     values: dict[int, tuple[Any, Any]] = {}
 
-    class Reader(before[0]):
-        """With a plain array of the file's bytes: numpy takes ten times as long for a part of a memmap."""
+    class PlainArrays(before[0]):
+        """Holds a plain array of the file's bytes: numpy takes several times as long for a part of a memmap."""
 
         @property
         def data(self) -> Any:
@@ -156,7 +156,7 @@ def _read_once() -> Iterator[None]:
             values[id(stored)] = stored, before[2](stored, kind)  # which is held, so that its id stays its own
         return values[id(stored)][1]
 
-    package.GGUFReader, package.get_tensor_name_map = map(functools.cache, (Reader, before[1]))
+    package.GGUFReader, package.get_tensor_name_map = map(functools.cache, (PlainArrays, before[1]))
     theirs._gguf_parse_value = parsed
     try:
         yield

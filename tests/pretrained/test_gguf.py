@@ -143,6 +143,7 @@ def test_bfloat16(file):
     assert {weight.dtype for weight in load(file, dtype=torch.bfloat16).parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.usefixtures("short_answers")
 def test_the_command_line_takes_a_file(file, capsys):
     assert main(["explain", "--model", str(file), "--prompt", "the cat sat on the mat.", "--text", " the dog"]) == 0
     assert capsys.readouterr().out

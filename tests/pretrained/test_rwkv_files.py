@@ -59,6 +59,7 @@ def test_a_vocabulary_that_is_not_of_bytes_has_token_ids(written):
     assert model.tokenizer is None and model(torch.arange(9)[None]).shape == (1, 9, 99)
 
 
+@pytest.mark.usefixtures("short_answers")
 def test_the_command_line_takes_a_file(written, capsys):
     path = written(plain.file_bytes(drawn("6")))
     assert main(["explain", "--model", str(path), "--prompt", "the cat sat.", "--text", " the"]) == 0
