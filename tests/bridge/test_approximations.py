@@ -76,7 +76,7 @@ def test_both_front_ends_fit_the_same_bias(family, method, both_of, monkeypatch)
         assert relative_error(b, a) < (FITTED if method.fits_on_text and name in ("b_kv", "b_d") else LAW), name
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", [*FAMILIES, *slow(REST)], scope="module")
 def test_the_queries_and_the_rule_are_those_of_the_scores(model):
     """log n of every head, once more from the queries, the keys of the bias and of the text, and the rule."""

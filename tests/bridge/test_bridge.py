@@ -39,7 +39,7 @@ def family(request):
     return request.param
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_converted_equals_prompted(model):
     whole = model(BOTH)[:, N_PROMPT:]
     bias = convert_prompt(model, PROMPT)
@@ -50,7 +50,7 @@ def test_converted_equals_prompted(model):
     assert relative_error(model(TEXT), whole) > 0.01  # the prompt matters
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", SEEN_IN)
 def test_one_head_that_is_off_by_one_in_a_hundred_million_is_seen(family, bridge_of):
     """By the law above: of each kind of head that the family has, whose part of b_KV is multiplied by 1 + 1e-8."""
@@ -173,7 +173,7 @@ def hooks_of(model):
     return {name: len(module._forward_hooks) for name, module in model.original_model.named_modules()}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_hooks_see_the_summands_and_change_the_bias(model):
     bias = convert_prompt(model, PROMPT)
     f = bias.fingerprint

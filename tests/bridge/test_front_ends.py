@@ -45,7 +45,11 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 """What an analysis is given after the model, where not prompt and text."""
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "activation_patching": [{}, dict(answer=PROMPT[4:6], rival=3), dict(points=["keys", "z_bias"], answer=7)],
+    "activation_patching": [
+        {},
+        dict(points=["prompt"], answer=PROMPT[4:6], rival=3),
+        dict(points=["keys", "z_bias"], answer=7),
+    ],
     "attribution_by_head": [ONE, dict(by=UNITS)],
     "attribution_by_position": [dict(**ONE, each_layer=True)],
     "bias_decomposition": [{}, dict(answer=3, rival=7)],

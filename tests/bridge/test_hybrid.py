@@ -65,7 +65,7 @@ def test_without_a_cache_nothing_attached_is_transformers(model):
     assert torch.equal(model(TEXT, use_cache=False), model.original_model(TEXT).logits)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_hooks_within_the_prompts_pass_reach_the_state(model):
     """What a hook makes of the old state is what the new one continues from."""
     first = convert_prompt(model, PROMPT[:, :5])
@@ -76,7 +76,7 @@ def test_hooks_within_the_prompts_pass_reach_the_state(model):
     assert relative_error(hooked.stacked("state"), expected.stacked("state")) < LAW
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_hooks_fire_at_every_pass_and_ablation_is_no_bias(model):
     bias = convert_prompt(model, PROMPT)
     options = dict(max_new_tokens=6, do_sample=False, stop_at_eos=False, verbose=False)
@@ -98,7 +98,7 @@ def test_hooks_fire_at_every_pass_and_ablation_is_no_bias(model):
         assert relative_error(model(TEXT), model.original_model(TEXT).logits) < LAW
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_hooks_without_a_bias_change_decoding_too(model):
     """The mixer's state travels with the cache, so that a hook acts alike with and without one."""
     options = dict(max_new_tokens=6, do_sample=False, stop_at_eos=False, verbose=False)
@@ -109,7 +109,7 @@ def test_hooks_without_a_bias_change_decoding_too(model):
     assert relative_error(model.run_with_hooks(TEXT, fwd_hooks=hooks), model(TEXT)) > 0.01  # it matters
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_a_token_decoded_behind_padding_is_no_padding(model):
     text, mask = some_tokens(2, N_TEXT, seed=1), torch.ones(2, N_TEXT, dtype=torch.long)
     mask[0, :4] = 0
@@ -152,7 +152,7 @@ def test_a_head_of_a_state_beside_attention_is_selected_alone(bridge_of):
     assert not attention.state.b_kv.any() and attention.attention.b_kv.any()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_arithmetic_selection_and_files(model, tmp_path):
     a, b = convert_prompt(model, PROMPT), convert_prompt(model, some_tokens(2, N_PROMPT, seed=2))
     total = a + 0.5 * b
@@ -186,7 +186,7 @@ def test_arithmetic_selection_and_files(model, tmp_path):
     assert read.to(torch.float64).stacked("conv").dtype == torch.float64
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_a_copy_of_the_model_reads_its_own_bias(model):
     bias, twin = convert_prompt(model, PROMPT), copy.deepcopy(model)
     with model.kv_bias(bias):

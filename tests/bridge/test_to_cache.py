@@ -79,7 +79,7 @@ def test_plain_transformers_reads_a_prompt_of_a_hooked_model(family):
     assert relative_error(logits, logits_under(model, bias, TEXT)) < law_of(family)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", WEIGHTED)
 def test_keys_with_weights_are_read_by_the_attention_function_of_kvlens(model, family):
     hf, bias = tiny_hf_model(family), weighted(convert_prompt(model, PROMPT))
@@ -226,7 +226,7 @@ def test_a_cache_of_transformers_is_the_bias_of_a_hooked_model(family):
     assert relative_error(logits_under(model, found, TEXT), logits_under(model, exact, TEXT)) < law_of(family)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", WEIGHTED)
 @pytest.mark.parametrize("text", [None, TEXT], ids=["prompt", "prompt and text"])
 def test_a_bias_as_a_cache_and_back(model, family, text):

@@ -26,7 +26,7 @@ def assert_same_bias(one, two):
         assert torch.equal(torch.as_tensor(getattr(one, count)), torch.as_tensor(getattr(two, count)))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "length"), [*((name, 5) for name in LINEAR), *((name, 1) for name in [*LINEAR][::3]), ("learned", POS + 4)]
 )
@@ -98,7 +98,7 @@ def silenced(model, prompt, bias):
     return convert_prompt(model, prompt, initial=bias, fwd_hooks=hooks)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("batch", [None, 3])
 @pytest.mark.parametrize("name", LINEAR)
 def test_equals_the_conversion_of_a_prompt_without_values(name, batch):

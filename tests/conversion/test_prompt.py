@@ -33,7 +33,7 @@ def read(model, bias):
         return model(TEXT[None], attention_mask=torch.ones_like(TEXT[None]))[0]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_closed_positions_are_the_prompt_without_the_tokens(model):
     shorter = torch.cat([PROMPT[:3], PROMPT[6:8], PROMPT[9:]])
     bias = convert_prompt(model, PROMPT, without=[(3, 6), (8, 9)], positions="closed")
@@ -41,7 +41,7 @@ def test_closed_positions_are_the_prompt_without_the_tokens(model):
     close(read(model, bias), model(torch.cat([shorter, TEXT])[None])[0, -len(TEXT) :])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_a_kept_gap_is_a_bias_carried_past_it(model):
     whole = convert_prompt(model, PROMPT, without=[(3, 6), (8, 9)])
     in_parts = carry_bias(model, convert_prompt(model, PROMPT[:3]), 3)
@@ -52,7 +52,7 @@ def test_a_kept_gap_is_a_bias_carried_past_it(model):
     assert whole.n_prompt_tokens == len(PROMPT) - 4
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_a_gap_at_either_end(model):
     at_start = carry_bias(model, convert_prompt(model, PROMPT[:1]).zero_like(), 1)
     close(
@@ -88,7 +88,7 @@ def test_a_replacement_is_the_prompt_with_it(model):
     close(read(model, bias), read(model, convert_prompt(model, other)))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_counterfactuals_continue_a_bias(model):
     first = convert_prompt(model, PROMPT[:5])
     continued = convert_prompt(model, PROMPT[5:], without=[(1, 4)], initial=first)
@@ -129,7 +129,7 @@ def leaves_out(model):
     return cfg.attention == "softmax" and cfg.positional_embedding_type != "alibi" and not cfg.use_local_attn
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_biases_are_carried_over_the_gaps_that_all_rows_of_a_batch_have(model, monkeypatch):
     """A row that lacks most of its tokens is a batch of its own, so that those are not read; of the others two share gaps."""
     monkeypatch.setattr("kvlens.conversion.recomputed._worth", lambda model, device: 2)
@@ -144,7 +144,7 @@ def test_biases_are_carried_over_the_gaps_that_all_rows_of_a_batch_have(model, m
     assert counted == [1 if leaves_out(model) else 13, 1 + 13 - 9, 2 + 2 * (13 - 3 - 3), 12 - 3 + 1]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 def test_beginnings_that_are_kept_are_not_converted_again(model, monkeypatch):
     monkeypatch.setattr("kvlens.conversion.recomputed._worth", lambda model, device: 1)
     rows, counted, prefixes = counterfactuals(model, PROMPT, [[(4, 6)], [(9, 10)]]), [], {}

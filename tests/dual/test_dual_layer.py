@@ -16,7 +16,7 @@ def relu_model(**changes):
     return small_model(**{**dict(act_fn="relu", dtype=torch.float64), **changes}).requires_grad_(False)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("norm", ["LN", "RMS", None])
 @pytest.mark.parametrize("attention", ["softmax", "linear"])
@@ -110,7 +110,7 @@ def test_a_model_that_trains_gives_the_same_and_no_graph():
     assert torch.equal(training.label_map, frozen.label_map)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["hf llama", "hf gpt2", "hf bloom", *LINEAR, *SOFTMAX])
 def test_the_other_heads_and_biases_of_every_kind_of_attention(name):
     model = model_named(name)

@@ -26,7 +26,7 @@ def heads_of(model):
 KINDS = [*LINEAR, *SOFTMAX, "hf gpt2", "hf llama", "hf gpt_neox", "hf bloom"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("name", "query", "n"), [*((name, -1, None) for name in KINDS), *((name, 6, 3) for name in (*LINEAR, "hf llama"))]
 )
@@ -60,7 +60,7 @@ def test_one_step_is_the_heads_output_of_stories260k(outside_data):
     assert_one_step_is_the_output_of_every_head(model)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("role", ["initial", "demonstrations"])
 @pytest.mark.parametrize("name", LINEAR)
 def test_an_attached_bias_is_part_of_the_dual_model(name, role):

@@ -69,6 +69,7 @@ def test_the_stating_sentence_is_the_cause(found):
     assert "falls without" not in str(found) and "'donkey' is lost" in str(found)
 
 
+@pytest.mark.one_in(3)
 def test_what_is_said_without_a_unit_is_what_the_model_generates(model, found):
     asked = model.to_tokens(QUESTION, prepend_bos=False)
     for row in found.units.itertuples():
@@ -92,6 +93,7 @@ def test_statements_on_units_are_passes_without_them(model, found):
         assert row.p_after == pytest.approx(row.p_before * math.exp(-row.nats), rel=1e-6)
 
 
+@pytest.mark.one_in(3)
 def test_gaps_that_are_not_read_change_nothing_that_is_found(model, found, monkeypatch):
     """Larger models skip what is gone from a prompt; the prompt that layers are exchanged with needs its keys all the same."""
     monkeypatch.setattr("kvlens.conversion.recomputed._worth", lambda model, device: 1)
@@ -101,7 +103,7 @@ def test_gaps_that_are_not_read_change_nothing_that_is_found(model, found, monke
     np.testing.assert_allclose(again.statements[numbers], found.statements[numbers], atol=1e-3)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_a_beginning_of_a_prompt_leaves_the_whole_ones_keys_without_the_last(name):
     """In all models but those with a shift, whose last rows are others; these read the beginning."""
@@ -150,6 +152,7 @@ def test_words_that_are_said_without_any_part_may_head_and_are_said_to_be(model,
     assert [kvlens.explain(model, STORY, QUESTION, answer=x, depth="units").claim for x in answers] == ["Kaya", "donkey"]
 
 
+@pytest.mark.one_in(3)
 def test_texts_are_generated_in_three_batches(model, found, monkeypatch):
     """The answer; what is said without units; what is said with layers exchanged. With the same statements as in more."""
     batches, greedy = [], runs.greedy
@@ -261,6 +264,7 @@ def explaining(model):
     return made
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("units", [[0, 2], [0, 1, 2]], ids=str)
 def test_what_is_said_without_units_that_are_switched_off(model, explaining, units):
     """Statements of the same runs; with their gap closed the model answers as it does to the shortened prompt."""
@@ -340,6 +344,7 @@ def test_a_run_that_is_stopped_leaves_everything_as_it_was(model, explaining, n_
     assert all(map(torch.equal, weights, model.parameters()))
 
 
+@pytest.mark.one_in(3)
 def test_beginnings_of_the_prompt_are_kept(model, explaining):
     explaining.without([1])
     first = explaining.found().cost.set_index("step")["tokens"]["switched"]
@@ -424,6 +429,7 @@ def test_layers_of_both_halves_are_found_together():
     assert found["breaking"] == found["keeping"] == [] and len(found["together"]) == 2 + 4 + 8
 
 
+@pytest.mark.one_in(3)
 def test_ranges_are_exchanged_as_single_layers_are(model):
     """On two layers the halves are the layers; the same runs give the same statements."""
     singles, ranges = (kvlens.explain(model, STORY, QUESTION, depth=depth) for depth in ("layers", "ranges"))
@@ -576,6 +582,7 @@ def test_what_becomes_of_a_probability_is_said_so_that_it_can_be_read(before, af
     assert _says("sentence 1", "'a'", row, False).endswith(f"'a': lost, {words}.")
 
 
+@pytest.mark.one_in(3)
 def test_a_page_and_json_hold_everything(found):
     data = json.loads(found.to_json())
     assert data["cause"] == [2] and len(data["statements"]) == len(found.statements)

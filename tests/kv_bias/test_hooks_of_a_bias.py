@@ -98,7 +98,7 @@ def blind_to_the_prompt(model, *heads):
     return model.run_with_hooks(whole, fwd_hooks=[("blocks.1.attn.hook_attn_scores", blind)])[:, n:]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_query_head_is_ablated_and_no_other(kind, steps):
@@ -145,7 +145,7 @@ def test_linear_attention_has_query_heads_too_and_no_keys_to_show(trained):
     assert relative_error(ablated, model(TEXT)) < LAW
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("scales", [False, True], ids=["as converted", "other log-scales"])
 def test_patched_together_they_are_select_and_plus(model, steps, scales):
@@ -230,7 +230,7 @@ def test_unhooked_nothing_is_expanded_or_copied(model):
         assert mine.data_ptr() == theirs.data_ptr()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", ["exact", "landmark"])
 def test_where_scores_depend_on_more_than_the_key(kind, method):
@@ -310,7 +310,7 @@ def test_a_row_per_key_value_head_is_refused_with_a_message(name, sizes):
         logits(model, convert_prompt(model, ONE), [hook])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("gradients", [False, True])
 def test_rows_may_differ_at_some_of_the_points_alone(model, steps, gradients):

@@ -53,7 +53,7 @@ def in_pieces(model, text):
     return torch.cat([model(text[:, a:b], past_kv_cache=cache) for a, b in pieces], dim=1)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @each(KINDS)
 def test_decoding_in_pieces_equals_one_pass(kind, name, shared):
     model, text = shared(kind, name), tokens(3, 11)
@@ -62,7 +62,7 @@ def test_decoding_in_pieces_equals_one_pass(kind, name, shared):
         assert relative_error(in_pieces(model, text), whole) < LAW
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @each(KINDS)
 def test_left_and_right_padding_change_nothing(kind, name, shared):
     model, text, junk = shared(kind, name), tokens(1, 7), tokens(1, 4, seed=9)
@@ -73,7 +73,7 @@ def test_left_and_right_padding_change_nothing(kind, name, shared):
         assert relative_error(model(before, attention_mask=left.flip(1))[:, :7], whole) < LAW
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @each(KINDS)
 def test_rows_behind_padding_continue_as_alone_and_a_frozen_cache_is_read_and_not_written(kind, name, shared):
     model, long, short, more = shared(kind, name), tokens(1, 7), tokens(1, 3, seed=1), tokens(2, 4, seed=2)
@@ -88,7 +88,7 @@ def test_rows_behind_padding_continue_as_alone_and_a_frozen_cache_is_read_and_no
         assert relative_error(first[[row]], alone) < LAW
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @each(KINDS)
 def test_forms_and_hooks_change_nothing_and_the_pattern_makes_z(kind, name, shared):
     model, text = shared(kind, name), tokens(2, 9)
@@ -106,7 +106,7 @@ def test_forms_and_hooks_change_nothing_and_the_pattern_makes_z(kind, name, shar
         assert relative_error(z, cache["z", 1]) < LAW
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @each(CONVERTIBLE)
 def test_a_converted_prompt_replaces_the_prompt_in_one_pass_and_in_pieces(kind, name, shared):
     model, prompt, text = shared(kind, name), tokens(3, 7, seed=4), tokens(3, 11)
@@ -126,7 +126,7 @@ def test_a_converted_prompt_replaces_the_prompt_in_one_pass_and_in_pieces(kind, 
         assert bias.stacked("b_kv").shape == (2, 3, model.cfg.n_heads, model.cfg.d_phi, 6)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @each(CONVERTIBLE)
 def test_gradients_through_a_conversion_are_those_of_the_whole_text(kind, name):
     model, prompt, text = model_of(kind, name).requires_grad_(True), tokens(2, 6, seed=1), tokens(2, 7)
@@ -141,7 +141,7 @@ def test_gradients_through_a_conversion_are_those_of_the_whole_text(kind, name):
         assert relative_error(gradients(model(text)), whole) < LAW
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @each(CONVERTIBLE)
 def test_the_pattern_under_a_bias_has_the_texts_columns_of_the_whole_one_and_lacks_the_prompts(kind, name, shared):
     model, both, point = shared(kind, name), tokens(2, 16), "blocks.1.attn.hook_pattern"
@@ -152,7 +152,7 @@ def test_the_pattern_under_a_bias_has_the_texts_columns_of_the_whole_one_and_lac
     assert whole[:, :, 7:, :7].norm() > 0.1 * under.norm()  # it lacks something
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @each(CONVERTIBLE)
 def test_prompts_one_after_another_equal_their_concatenation(kind, name, shared):
     model, text, bias = shared(kind, name), tokens(1, 9), None
@@ -232,7 +232,7 @@ def check_slices(model: HookedKVTransformer, text: torch.Tensor) -> None:
             assert torch.equal(cut[name], expected), (name, given)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("in_float64")  # ALiBi's table names float32
 @pytest.mark.parametrize("seed", range(36))
 @torch.no_grad()

@@ -75,6 +75,7 @@ def test_a_copy_of_a_model_at_hand_is_independent_of_it(processed):
 KEPT = [*LINEAR, *ATTENTION_VARIANTS, *(f"softmax, {row}" for row in (*SOFTMAX, *BLOCKS))]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", KEPT)
 def test_save_and_load_keep_everything(name, tmp_path):
     model = sharp(name)
@@ -169,6 +170,7 @@ def test_half_precision_storage_is_a_rounding_of_the_weights(tmp_path):
 WITHOUT_PROCESSING = ("softmax, RMS at the end", "softmax, shortformer", "softmax, norms over all heads")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("name", [name for name in KEPT if name not in ATTENTION_VARIANTS])
 def test_weight_processing_keeps_the_output_or_is_refused(name):
@@ -215,7 +217,7 @@ def test_a_rounded_model_keeps_its_biases_through_save_load_and_copy(dtype, tmp_
         loaded.attach_kv_bias(bias)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", sorted(ALL_KINDS))
 def test_no_weight_is_left_unset(kind, request):
     """A parameter that no checkpoint brings would differ from one load to the next."""

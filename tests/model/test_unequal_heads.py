@@ -116,7 +116,7 @@ def test_each_layers_configuration_follows_the_models():
     assert not equal.layers_differ and (equal.n_heads, equal.n_key_value_heads, equal.of_layer(1)) == (2, 1, equal)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_a_prompt_becomes_a_bias_exactly(kind, tmp_path):
@@ -223,7 +223,7 @@ def of_existing_heads(name, table):
     return table[exists].reset_index(drop=True)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", CALLS)
 @torch.no_grad()
 def test_an_analysis_gives_the_same_as_with_empty_heads(name, pair):

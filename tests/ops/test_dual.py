@@ -112,7 +112,7 @@ def cases(softmax, gamma):
     return q, k, v, log_gamma, dual.LogKernel(log_size, kernel.sign), at_query / D[..., None], D
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("n", [None, 1, 4])
 @pytest.mark.parametrize("gamma", [1.0, 0.8])
 @pytest.mark.parametrize("softmax", [True, False])

@@ -29,7 +29,7 @@ def case(window, seed=0, pos=POS, state=True, mask=False, dtype=torch.float64):
     return arguments
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("mask", [False, True])
 @pytest.mark.parametrize("state", [False, True])

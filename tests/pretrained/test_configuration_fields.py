@@ -170,22 +170,33 @@ LIKE_THE_OTHERS = [
 """What is read of these is read by the code for the other kinds, too: among the slow tests, one value of each field."""
 
 
-def values_for(kind: str, name: str) -> list[Any]:
+HALF = ["llama", "olmo3"]
+"""Of activations and kinds of RoPE, one is tried with every other value, and the other with the rest."""
+
+
+def values_for(kind: str, name: str, every: bool) -> list[Any]:
     """Other values of a field. Activations and kinds of RoPE are read by the same code for all architectures, so each is tried
-    on a fifth of them, and all on three that differ in what is around that code.
+    on a fifth of them, all on one, and all on two others that differ in what is around that code: on either of them half of
+    them, unless ``every`` value is asked for.
     """
     shared, place = name in ("rope_parameters", "activation_function", "hidden_act", "hidden_activation"), KINDS.index(kind)
     if kind in LIKE_THE_OTHERS:  # each kind begins with another one
         first = place % max(1, len(VALUES[name]))
         return VALUES[name][first:] + VALUES[name][:first]
-    return VALUES[name][place % 5 :: 5] if shared and kind not in ("gpt2", "llama", "olmo3") else VALUES[name]
+    if shared and kind in HALF and not every:
+        return VALUES[name][HALF.index(kind) :: 2]
+    return VALUES[name][place % 5 :: 5] if shared and kind not in ("gpt2", *HALF) else VALUES[name]
 
 
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in LIKE_THE_OTHERS else []) for kind in KINDS]
+    ("kind", "every"),
+    [
+        *(pytest.param(kind, False, marks=[pytest.mark.slow] if kind in LIKE_THE_OTHERS else []) for kind in KINDS),
+        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in HALF),
+    ],
 )
-def test_every_field_is_honored_or_refused(kind):
+def test_every_field_is_honored_or_refused(kind, every):
     config = tiny_hf_model(kind).config
     names = set(type(config)().to_dict()) - IRRELEVANT
     if "rope_parameters" in names:
@@ -194,7 +205,7 @@ def test_every_field_is_honored_or_refused(kind):
     by_layer = {"layer_types": None} if "layer_types" in ROWS[kind][1] else {}  # given for as many layers as the row has
     outcomes = []
     for name in sorted(names):
-        for value in values_for(kind, name):
+        for value in values_for(kind, name, every):
             if value != getattr(config, name, None):
                 change = {name: value, **(by_layer if name == "num_hidden_layers" else {})}
                 outcomes.append((change, outcome(kind, change)))
@@ -217,7 +228,7 @@ def changed(value: Any) -> Any:
     return value + {int: 1, float: 0.25}[type(value)] if type(value) in (int, float) else None
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.usefixtures("in_float64")
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()

@@ -378,6 +378,7 @@ def test_a_field_that_is_forgotten_is_noticed(kind, wrong_eps, tmp_path):
     HookedKVTransformer.from_pretrained(folder, device="cpu", verify=False)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "gpt_neo"])
 def test_rounding_is_allowed_for(kind, dtype):
@@ -428,6 +429,7 @@ def test_the_first_layers_are_those_of_transformers(kind):
     assert (hf_model.state_dict().keys(), hf_model.config.to_dict()) == before
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kind", ["mixtral", "olmoe", "gpt_oss"])
 def test_experts_in_half_precision_are_compared_by_the_median_token(kind, seed):

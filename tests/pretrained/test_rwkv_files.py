@@ -35,6 +35,7 @@ def written(tmp_path):
     return write
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", [plain.FLOAT32, plain.FLOAT16, plain.Q5_1])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_file_computes_what_the_paper_says(version, kind, written):

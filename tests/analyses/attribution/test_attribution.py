@@ -98,6 +98,7 @@ def total_effects(table) -> list[float]:
     return table[table["unit"] >= 0].groupby("unit")[column].first().tolist()
 
 
+@pytest.mark.one_in(3)
 def test_total_effects_are_those_of_the_converted_prompts_in_every_table(model, tables):
     whole = log_p(model, convert_prompt(model, PROMPT), 3)
     expected = [whole - log_p(model, convert_prompt(model, PROMPT, without=[span]), 3) for span in SPANS]
@@ -298,6 +299,7 @@ def test_positions_of_a_long_prompt_are_exchanged_from_two_readings(monkeypatch)
     assert len(table) == 70 * 3 and len(read) == 2
 
 
+@pytest.mark.one_in(3)
 def test_answers_of_several_tokens_add_up_and_a_rival_is_taken_away(model):
     """Against one token after another, each behind those before it."""
     spans = SPANS[1:3]
@@ -318,6 +320,7 @@ def test_answers_of_several_tokens_add_up_and_a_rival_is_taken_away(model):
             assert found == pytest.approx(effects, abs=TOLERANCE)
 
 
+@pytest.mark.one_in(3)
 def test_a_prompt_behind_an_attached_bias_is_the_end_of_a_longer_prompt(model):
     first, by = tokens(6, 7), SPANS[1::2]
     longer, spans = torch.cat([first, PROMPT]), [(start + 6, stop + 6) for start, stop in by]

@@ -102,7 +102,7 @@ def test_positions_add_up_to_the_bias_and_all_parts_to_the_head(name, continues)
         assert shares.to_numpy() == pytest.approx(1, abs=1e-12)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_positions_are_the_attention_that_the_unconverted_model_pays(name):
     model, places = sharp(name), [1, 4]
@@ -137,7 +137,7 @@ def test_a_heads_logit_is_what_its_direct_path_loses(name):
     assert (frame["logit"].abs() > FELT).all()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", LINEAR)
 @pytest.mark.parametrize("by", ["attended", "source"])
 def test_a_positions_logit_is_what_is_lost_without_its_value(name, by):
@@ -166,7 +166,7 @@ def test_a_positions_logit_is_what_is_lost_without_its_value(name, by):
         assert change.tolist() == pytest.approx(predicted[layer].tolist(), **ROUNDING)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", ["rope after", "gqa decay", "learned, queries shifted", "gqa, taylor, values shifted"])
 @pytest.mark.parametrize("text", [TEXT, TEXT[:1]])
 def test_the_shift_state_row_is_what_is_lost_without_the_last_values(name, text):

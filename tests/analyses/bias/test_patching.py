@@ -132,7 +132,7 @@ def test_every_patch_against_the_slow_way(name):
     assert moved.groupby(frame["point"]).any().all()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_rows_are_every_head_then_every_layer_then_everything(name):
     model, frame = patched(name)
@@ -144,7 +144,7 @@ def test_the_rows_are_every_head_then_every_layer_then_everything(name):
         assert list(zip(rows["layer"], rows["head"], strict=True)) == expected
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_patching_everything_gives_the_clean_run_and_nothing_the_corrupted_one(name):
     model, frame = patched(name)

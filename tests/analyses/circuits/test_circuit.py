@@ -146,7 +146,7 @@ def places(found):
     return {index[*writers[w], *readers[r]]: (w, r) for w, r in found.graph.edges.nonzero().tolist()}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_all_edges_are_the_clean_pass_and_none_the_corrupted_one(name):
     model = shared(name)
