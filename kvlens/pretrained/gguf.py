@@ -134,13 +134,14 @@ def read_gguf(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrain
 @contextlib.contextmanager
 def _read_once() -> Iterator[None]:
     """Inside, Transformers reads a file's entries once, not for configuration, weights and tokenizer each, and makes the table
-    of tensors' names once, not for every module: a third of the seconds that a small model takes."""
+    of tensors' names once, not for every module: a small model takes a third of the seconds."""
     package: Any = importlib.import_module("gguf")
-    theirs = modeling_gguf_pytorch_utils
-    before = package.GGUFReader, package.get_tensor_name_map, theirs._gguf_parse_value
+    theirs: Any = modeling_gguf_pytorch_utils
+    their_reader: Any = package.GGUFReader
+    before = their_reader, package.get_tensor_name_map, theirs._gguf_parse_value
     values: dict[int, tuple[Any, Any]] = {}
 
-    class PlainArrays(before[0]):
+    class PlainArrays(their_reader):
         """Holds a plain array of the file's bytes: numpy takes several times as long for a part of a memmap."""
 
         @property
