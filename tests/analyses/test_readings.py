@@ -114,7 +114,6 @@ def test_against_the_slow_way(name):
     assert (effect.loc["converted", "kl"] < ROUNDING).all()
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("baseline", [PROMPT[:0], PROMPT[:1], tokens(3, seed=2)], ids=len)
 @pytest.mark.parametrize("name", MODELS)
 def test_before_any_attention_the_prompt_changes_nothing(name, baseline):

@@ -51,7 +51,6 @@ def steps_of_the_base(model):
         yield
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("pos", [3, 19])
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_and_gradients_are_those_of_transformer_lens_blocks(kind, pos):
@@ -87,7 +86,6 @@ def test_a_hooked_norm_fires_once_and_an_edit_of_it_reaches_queries_keys_and_val
     assert relative_error(ours, plain) > 1e-3  # they act
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_edit_of_what_attention_reads_acts_as_in_the_base(kind):
     model, text = linear_model(**KINDS[kind]).requires_grad_(False), tokens(2, 11)
@@ -260,7 +258,6 @@ def written(model, x, **options):
     return model.generate(x, max_new_tokens=5, do_sample=False, stop_at_eos=False, verbose=False, **options)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("use_past_kv_cache", [True, False])
 @pytest.mark.parametrize("name", ["learned", "rotary, grouped", "alibi", "shifted", "local", "sinks", "shortformer"])
 def test_generated_text_is_the_same(name, use_past_kv_cache, fused_calls):

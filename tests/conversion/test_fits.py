@@ -138,7 +138,6 @@ def test_a_head_that_gets_every_key_keeps_them_as_they_are_and_is_exact():
     assert error(model, bias) < 1e-9
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_second_prompt_is_kept_next_to_the_first(kind):
     model, second = peaked(kind), tokens(1, 10, seed=7)

@@ -98,7 +98,6 @@ def silenced(model, prompt, bias):
     return convert_prompt(model, prompt, initial=bias, fwd_hooks=hooks)
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("batch", [None, 3])
 @pytest.mark.parametrize("name", LINEAR)
 def test_equals_the_conversion_of_a_prompt_without_values(name, batch):

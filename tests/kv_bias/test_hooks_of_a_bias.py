@@ -310,7 +310,6 @@ def test_a_row_per_key_value_head_is_refused_with_a_message(name, sizes):
         logits(model, convert_prompt(model, ONE), [hook])
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("gradients", [False, True])
 def test_rows_may_differ_at_some_of_the_points_alone(model, steps, gradients):

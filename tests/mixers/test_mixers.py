@@ -179,7 +179,6 @@ def test_hook_points_fire_at_prefill_and_at_decoding(family):
     assert not mixer.is_hooked()
 
 
-@pytest.mark.one_in(3)
 @law
 def test_hooks_change_what_they_say(family):
     """Ablating the bias at every pass, decoding included, is having none; the pattern as read makes the same output."""

@@ -163,7 +163,6 @@ def test_hostile_folders_are_refused_on_every_door_before_anything_is_read(tmp_p
         process.join()
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ROWS)
 def test_folders_of_every_family_pass(family, tmp_path):
     model = tiny_hf_model(family)

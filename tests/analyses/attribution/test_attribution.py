@@ -299,7 +299,6 @@ def test_positions_of_a_long_prompt_are_exchanged_from_two_readings(monkeypatch)
     assert len(table) == 70 * 3 and len(read) == 2
 
 
-@pytest.mark.one_in(3)
 def test_answers_of_several_tokens_add_up_and_a_rival_is_taken_away(model):
     """Against one token after another, each behind those before it."""
     spans = SPANS[1:3]
