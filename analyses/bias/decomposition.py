@@ -40,7 +40,7 @@ from torch import Tensor
 
 from kvlens import KVBias, KVModel
 from kvlens.checks import checked
-from kvlens.kv_bias import Features, State
+from kvlens.kv_bias import BiasPart, Features
 from kvlens.model import HeadsRead, joined_heads, read_stream, visit_heads
 
 from ..attribution.answers import Answer, Rival
@@ -242,14 +242,14 @@ def sizes(bias: KVBias, name: str) -> list[Float[Tensor, " _"]]:
     A recurrent layer has no normalizer, and its b_d counts as 0.
     """
 
-    def size(part: State) -> Tensor:
-        x = getattr(part, name)
+    def size(part: BiasPart) -> Tensor:
+        x = getattr(part, name, None)
         return (torch.zeros_like(part.b_kv[..., 0]) if x is None else x)[0].detach().double().flatten(1).norm(dim=-1)
 
     return _by_layer(bias, size)
 
 
-def _by_layer(bias: KVBias, figure: Callable[[State], Float[Tensor, " head *rest"]]) -> list[Float[Tensor, " head *rest"]]:
+def _by_layer(bias: KVBias, figure: Callable[[BiasPart], Float[Tensor, " head *rest"]]) -> list[Float[Tensor, " head *rest"]]:
     """A figure of every head, on the scale of its part; for a layer without heads that of no head of another.
 
     Where a layer has two parts, rows of numbers of different length are padded with zeros.
@@ -262,7 +262,7 @@ def _by_layer(bias: KVBias, figure: Callable[[State], Float[Tensor, " head *rest
     return [none if x is None else x for x in found]
 
 
-def _scaled(part: State, stored: Float[Tensor, " head *rest"]) -> Float[Tensor, " head *rest"]:
+def _scaled(part: BiasPart, stored: Float[Tensor, " head *rest"]) -> Float[Tensor, " head *rest"]:
     if not isinstance(part, Features):
         return stored
     scale = part.log_scale[0].detach().double().repeat_interleave(part.n_heads // part.n_kv_heads)

@@ -109,7 +109,8 @@ def _alone(biases: Sequence[KVBias], number: int) -> KVBias:
     """One of the biases in the features of all."""
     own, weights = biases[number], [float(i == number) for i in range(len(biases))]
     sums = combine(*biases, weights=weights, shift_state="first")
-    layers = [replace(layer, last=mine.last) for layer, mine in zip(sums.layers, own.layers, strict=True)]
+    pairs = zip(sums.layers, own.layers, strict=True)
+    layers = [replace(layer.with_state_of(mine), last=mine.last) for layer, mine in pairs]
     n, offset = own.n_prompt_tokens, own.position_offset
     return replace(sums, layers=tuple(layers), record=sums.fit, n_prompt_tokens=n, position_offset=offset)
 
@@ -355,7 +356,7 @@ class HeadExchange(Exchange):
             of_rows = {"last_k": groups, "last_v": groups, "last_q": groups[kv_heads_read(bias, layer).cpu()]}
             found |= {name: of_heads[None] for name, of_heads in of_rows.items() if held.last[name[-1]].shape[1]}
         if held.state is not None:
-            found["state"] = numbers(range(first, bias.n_heads_of(layer)))
+            found |= dict.fromkeys(held.state.tensors(), numbers(range(first, bias.n_heads_of(layer))))
             if held.last["conv"].shape[1]:
                 found["conv"] = numbers([WHOLE_LAYER], CONVOLUTION_PART)[0]
         return found

@@ -33,7 +33,6 @@ from kvlens.components import Normalizers, check_batch, is_hooked
 from kvlens.dtypes import dtype_of
 from kvlens.errors import KVLensError, check_known
 from kvlens.kv_bias import Fingerprint, KVBias
-from kvlens.model.activations import recurrent_layers
 from kvlens.model.fingerprint import WeightsThen, look_again
 from kvlens.model.inputs import check_hook_names, check_input, check_tokens
 from kvlens.model.protocol import PromptBatch, PromptReading, QueriesRead
@@ -298,10 +297,12 @@ class KVTransformerBridge(TransformerBridge):
         def seen_in(layers: Sequence[int], name: str) -> list[Tensor]:
             return [seen[layer, name].to(tokens.device) for layer in layers]
 
-        recurrent, layers = recurrent_layers(self), [part.layer for part in self._attention()]
-        states = dict(zip(recurrent, zip(seen_in(recurrent, "state"), seen_in(recurrent, "conv"), strict=True), strict=True))
+        layers = [part.layer for part in self._attention()]
+        recurrent = {
+            part.layer: part.kept(seen, tokens.device) for part in self.__dict__["_parts"] if isinstance(part, RecurrentLayer)
+        }
         queries = seen_in(layers, "q") if with_queries else None
-        return PromptReading(seen_in(layers, "k"), seen_in(layers, "v"), seen[-1, "x"], queries, recurrent=states)
+        return PromptReading(seen_in(layers, "k"), seen_in(layers, "v"), seen[-1, "x"], queries, recurrent=recurrent)
 
     @torch.no_grad()
     def read_queries(self, tokens: Int[Tensor, "batch pos"], layers: range | None = None) -> list[QueriesRead]:

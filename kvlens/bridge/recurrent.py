@@ -8,6 +8,7 @@ does to the states, token by token. :class:`ShiftedMLP` is the MLP of RWKV, whos
 """
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from transformers import Cache
 
 from kvlens.bridge.keywords import cache_among, hidden
 from kvlens.errors import KVLensError
-from kvlens.kv_bias import KVBias
+from kvlens.kv_bias import KVBias, Layer, Recurrence
 from kvlens.mixers import MIXER_HOOKS, Mixer, MixerInputs, RecurrentState, mixer_for
 from kvlens.mixers.layers import row_before
 from kvlens.model.protocol import Part, ReadPoint
@@ -91,6 +92,10 @@ class RecurrentLayer(Part):
             self.mixer.hook_b_kv.register_forward_hook(see_bias),
             self.mixer.register_forward_hook(see_state),
         ]
+
+    def kept(self, seen: Mapping[tuple[int, str], Tensor], device: torch.device) -> Layer:
+        """What the layer keeps behind a pass that :meth:`observe` saw."""
+        return Layer((Recurrence(seen[self.layer, "state"].to(device)),), {"conv": seen[self.layer, "conv"].to(device)})
 
     def attention_points(self) -> dict[str, ReadPoint]:
         """See :meth:`kvlens.model.Part.attention_points`; the pattern is the effective attention of this pass."""

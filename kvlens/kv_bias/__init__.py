@@ -21,7 +21,7 @@ from kvlens.kv_bias.features import EluFeatures, LearnedFeatures, RandomFeatures
 from kvlens.kv_bias.fields import LAST_POSITION, Fingerprint
 from kvlens.kv_bias.fit import AnswerErrors, BiasFit, Recall
 from kvlens.kv_bias.kv_bias import KVBias
-from kvlens.kv_bias.layers import Features, Keys, Layer, State
+from kvlens.kv_bias.layers import BiasPart, Features, Keys, Layer, Recurrence, State
 
 combine = KVBias.combine
 
@@ -29,6 +29,7 @@ __all__ = [
     "LAST_POSITION",
     "AnswerErrors",
     "BiasFit",
+    "BiasPart",
     "EluFeatures",
     "Features",
     "Fingerprint",
@@ -38,6 +39,7 @@ __all__ = [
     "LearnedFeatures",
     "RandomFeatures",
     "Recall",
+    "Recurrence",
     "SoftmaxFeatures",
     "State",
     "TaylorFeatures",

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvlens.kv_bias.features import VirtualKeys
 from kvlens.kv_bias.fields import Fingerprint
 from kvlens.kv_bias.kv_bias import KVBias
-from kvlens.kv_bias.layers import Keys, Layer, State
+from kvlens.kv_bias.layers import Keys, Layer
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +61,7 @@ class PromptReading(NamedTuple):
         residual: the residual stream after the last layer.
         queries: as scored, of each layer; None unless they were asked for.
         shift_state: raw last rows of the projections that are shifted, by "k", "v" and "q".
-        recurrent: by its number, the state of each recurrent layer, including the effect of the bias that the prompt
-            continues, and the inputs of its convolution.
+        recurrent: by its number, what each recurrent layer keeps, including the effect of the bias that the prompt continues.
     """
 
     keys: Sequence[Float[Tensor, "batch kv_head pos d_key"]]
@@ -70,7 +69,7 @@ class PromptReading(NamedTuple):
     residual: Float[Tensor, "batch pos d_model"]
     queries: list[Float[Tensor, "batch pos head d_key"]] | None = None
     shift_state: Mapping[str, Sequence[Float[Tensor, "batch window head d_head"]]] = {}
-    recurrent: Mapping[int, tuple[Float[Tensor, "batch head d_k d_v"], Float[Tensor, "batch rows channel"]]] = {}
+    recurrent: Mapping[int, Layer] = {}
 
 
 def exact_bias(reading: PromptReading, prompt: PromptBatch, old: KVBias | None, fingerprint: Fingerprint) -> KVBias:
@@ -94,7 +93,7 @@ def exact_bias(reading: PromptReading, prompt: PromptBatch, old: KVBias | None, 
         part = Keys(values * on[..., None], on.clone(), keys.new_zeros(keys.shape[:2]), features)
         last = {x: of_layers[i] for x, of_layers in reading.shift_state.items()}
         layers[layer] = Layer.of_keys(part, fingerprint.heads[layer][0], last)
-    for layer, (state, conv) in reading.recurrent.items():
-        layers[layer] = Layer((*layers[layer].parts, State(state, None)), {**layers[layer].last, "conv": conv})
+    for layer, kept in reading.recurrent.items():
+        layers[layer] = Layer((*layers[layer].parts, *kept.parts), {**layers[layer].last, **kept.last})
     offset = prompt.n_positions() + (0 if old is None else old.position_offset)
     return KVBias(tuple(layers), prompt.lengths(), offset, fingerprint, record=None)

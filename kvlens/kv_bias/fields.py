@@ -125,7 +125,7 @@ def _check_layer(number: int, layer: Layer, f: Fingerprint, n_rows: int) -> None
         raise KVLensError(f"KVBias: layer {number} must have a part of {kind}, got {type(part).__name__}")
     expected = _sizes(layer, f, number)
     for name, tensor in layer.tensors().items():
-        shape = (n_rows, *expected[name])
+        shape = (n_rows, *expected.get(name, (None,) * (tensor.dim() - 1)))
         fits = tensor.dim() == len(shape) and all(n in (None, m) for n, m in zip(shape, tensor.shape, strict=True))
         if not fits or (name != "distance" and not tensor.is_floating_point()):
             sizes = ["_" if n is None else n for n in shape]
@@ -136,7 +136,10 @@ def _check_layer(number: int, layer: Layer, f: Fingerprint, n_rows: int) -> None
 
 
 def _sizes(layer: Layer, f: Fingerprint, number: int) -> dict[str, tuple[int | None, ...]]:
-    """What the axes of a layer's tensors, behind that of the prompts, must be; None where any number will do."""
+    """What the axes of a layer's tensors, behind that of the prompts, must be; None where any number will do.
+
+    A tensor that is not listed may have any axes: what recurrent layers of another kind leave.
+    """
     n_heads, n_kv_heads, d_head, d_phi = f.heads[number]
     part, heads = layer.attention, n_heads
     if part is not None and f.attention != "linear":

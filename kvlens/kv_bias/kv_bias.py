@@ -27,7 +27,7 @@ from kvlens.errors import KVLensError, check_known
 from kvlens.kv_bias.features import same_features
 from kvlens.kv_bias.fields import COUNTS, Fingerprint, check_fields, n_rows_of
 from kvlens.kv_bias.fit import BiasFit, FitRecord, edited, of_sum, since
-from kvlens.kv_bias.layers import Features, Keys, Layer, State, all_finite, padded
+from kvlens.kv_bias.layers import BiasPart, Features, Keys, Layer, State, all_finite, padded
 from kvlens.kv_bias.storage import as_numbers, read_bias_file, write_bias_file
 
 INSTEAD_OF = {
@@ -704,7 +704,7 @@ def _sum_in_words(biases: Sequence[KVBias], weights: Sequence[float | int]) -> s
 
 def _check_held(what: str, new: Sequence[Layer], biases: Sequence[KVBias]) -> None:
     """Raise KVLensError for numbers of sums that became infinite."""
-    if all_finite(x for layer in new for part in layer.parts for x in (part.b_kv, part.b_d) if x is not None):
+    if all_finite(x for layer in new for part in layer.parts for x in part.sums()):
         return
     for i, layer in enumerate(new):
         for name, x in layer.tensors().items():
@@ -731,7 +731,7 @@ def _check_same_kind(first: KVBias, other: KVBias) -> None:
         raise KVLensError(f"combine: the {first.kind} features differ (another seed or number): use the same for both")
 
 
-def _same_features(a: State, b: State) -> bool:
+def _same_features(a: BiasPart, b: BiasPart) -> bool:
     if isinstance(a, Keys) or not (isinstance(a, Features) and isinstance(b, Features)):
         return True
     return same_features(a.features, b.features)

@@ -4,16 +4,18 @@
 |---|---|---|
 | :class:`Keys` | softmax attention: keys, their values and weights | exp(score of a query and a key) |
 | :class:`Features` | softmax attention: sums over features that do not depend on the prompt | those features of a query |
-| :class:`State` | linear attention, and every recurrence: sums | the model's own features of a query |
+| :class:`State` | linear attention: sums | the model's own features of a query |
+| :class:`Recurrence` | a recurrent layer: its state | the model's own queries |
 
 A layer that has attention beside a recurrence has two parts. The first axis of every tensor is ``batch``, of 1 for one prompt.
+A kind of layer that leaves something else has a subclass, whose fields are the tensors (:class:`BiasPart`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import reduce
 from operator import add
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -23,31 +25,48 @@ from kvlens.kv_bias.features import SoftmaxFeatures, VirtualKeys, in_use
 from kvlens.ops.softmax_attention import ExtraKeys, ScaledFeatures
 from kvlens.ops.softmax_features import ScoreRule
 
-P = TypeVar("P", bound="State")
+P = TypeVar("P", bound="BiasPart")
+S = TypeVar("S", bound="State")
 F = TypeVar("F", bound="Features")
 OnTensor = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class State:
-    """Sums over a prompt's tokens.
+class BiasPart:
+    """What one mechanism of a layer leaves.
+
+    A subclass is a dataclass of tensors [batch, head, ...]. All of them are selected, joined, exchanged and checked by prompt
+    and head; those in `SUMS` are multiplied and added, where the others remain as they are in the first part of a sum.
 
     Attributes:
-        b_kv: of phi(k) v^T, of each query head; of a recurrence its state, of each value head.
-        b_d: of phi(k), zeros without a normalizer; None of a recurrence, which has none.
+        b_kv: the sum that is read.
     """
 
     b_kv: Float[Tensor, "batch head d_phi d_head"]
-    b_d: Float[Tensor, "batch head d_phi"] | None
+
+    SUMS: ClassVar[tuple[str, ...]] = ("b_kv",)
+    """The fields that are linear in what the prompt's tokens write."""
+    NAMES: ClassVar[Mapping[str, str]] = {}
+    """What a field is called among the tensors of a layer, where another part may have one of its name."""
 
     @property
     def n_heads(self) -> int:
-        """How many rows b_kv and b_d have."""
+        """How many rows the sums have."""
         return self.b_kv.shape[1]
 
+    def sums(self) -> list[Tensor]:
+        """The tensors that are multiplied and added."""
+        return [getattr(self, name) for name in self.SUMS]
+
     def tensors(self) -> dict[str, Tensor]:
-        """Those that have a row for each prompt, by name."""
-        return {"b_kv": self.b_kv} if self.b_d is None else {"b_kv": self.b_kv, "b_d": self.b_d}
+        """Those that have a row for each prompt, by the names that :meth:`kvlens.KVBias.stacked` takes."""
+        every = ((self.NAMES.get(field.name, field.name), getattr(self, field.name)) for field in fields(self))
+        return {name: x for name, x in every if isinstance(x, Tensor)}
+
+    def with_tensors(self: P, tensors: Mapping[str, Tensor]) -> P:
+        """The part with those of its tensors that are given, named as in :meth:`tensors`."""
+        names = {field.name: self.NAMES.get(field.name, field.name) for field in fields(self)}
+        return replace(self, **{name: tensors[called] for name, called in names.items() if called in tensors})
 
     def rows(self: P, change: OnTensor) -> P:
         """The part with ``change`` applied to every tensor that has a row for each prompt."""
@@ -57,39 +76,25 @@ class State:
         """The part with ``change`` applied to every tensor."""
         return self.rows(change)
 
-    def with_tensors(self: P, tensors: Mapping[str, Tensor]) -> P:
-        """The part with tensors named as in :meth:`tensors`."""
-        return replace(self, **dict(tensors))  # type: ignore[arg-type]
-
     def times(self: P, factor: float | Tensor) -> P:
-        """The part with b_kv and b_d times a number, or times one for each head, [head] or [batch, head]."""
-        by = factor if not isinstance(factor, Tensor) else factor.to(self.b_kv)[..., None]
-        b_kv = self.b_kv * (by if not isinstance(by, Tensor) else by[..., None])
-        return replace(self, b_kv=b_kv, b_d=None if self.b_d is None else self.b_d * by)
+        """The part with its sums times a number, or times one for each head, [head] or [batch, head]."""
+
+        def by(x: Tensor) -> Tensor:
+            if not isinstance(factor, Tensor):
+                return x * factor
+            return x * factor.to(x).reshape(*factor.shape, *[1] * (x.dim() - 2))
+
+        return replace(self, **{name: by(getattr(self, name)) for name in self.SUMS})
 
     @property
     def n_numbers(self) -> int:
         """How many numbers represent the prompts."""
-        return self.b_kv.numel() + (0 if self.b_d is None else self.b_d.numel())
-
-    def per_query_head(self: P, n_heads: int) -> P:
-        """The part with a row of b_kv and b_d for every query head."""
-        return self
-
-    def narrowed(self: P) -> P:
-        """The part without what nobody reads."""
-        return self
-
-    def per_kv_head(self: P) -> P:
-        """The part with a row of b_kv and b_d for every key-value head, where its query heads have equal ones."""
-        return self
+        return sum(x.numel() for x in self.sums())
 
     @classmethod
     def total(cls: type[P], parts: Sequence[P]) -> P:
         """The sum of parts of one kind."""
-        first = parts[0]
-        b_d = None if first.b_d is None else reduce(add, [part.b_d for part in parts])
-        return replace(first, b_kv=reduce(add, [part.b_kv for part in parts]), b_d=b_d)
+        return replace(parts[0], **{name: reduce(add, [getattr(part, name) for part in parts]) for name in cls.SUMS})
 
     @classmethod
     def joined(cls: type[P], parts: Sequence[P]) -> P:
@@ -99,13 +104,45 @@ class State:
 
 
 @dataclass(frozen=True, eq=False)
+class Recurrence(BiasPart):
+    """The state of a recurrent layer: b_kv has a row for each value head, and there is no normalizer."""
+
+    NAMES: ClassVar[Mapping[str, str]] = {"b_kv": "state"}
+
+
+@dataclass(frozen=True, eq=False)
+class State(BiasPart):
+    """Sums over a prompt's tokens, of linear attention.
+
+    Attributes:
+        b_kv: of phi(k) v^T, of each query head.
+        b_d: of phi(k), zeros without a normalizer.
+    """
+
+    b_d: Float[Tensor, "batch head d_phi"]
+
+    SUMS = ("b_kv", "b_d")
+
+    def per_query_head(self: S, n_heads: int) -> S:
+        """The part with a row of b_kv and b_d for every query head."""
+        return self
+
+    def narrowed(self: S) -> S:
+        """The part without what nobody reads."""
+        return self
+
+    def per_kv_head(self: S) -> S:
+        """The part with a row of b_kv and b_d for every key-value head, where its query heads have equal ones."""
+        return self
+
+
+@dataclass(frozen=True, eq=False)
 class Features(State):
     """Sums over features that come with the bias, for softmax attention; they stand for exp(log_scale) times themselves.
 
     b_kv and b_d have a row for each key-value head, or for each query head, after heads were chosen.
     """
 
-    b_d: Float[Tensor, "batch head d_phi"]
     log_scale: Float[Tensor, "batch kv_head"]
     features: SoftmaxFeatures
 
@@ -113,9 +150,6 @@ class Features(State):
     def n_kv_heads(self) -> int:
         """Key-value heads."""
         return self.log_scale.shape[1]
-
-    def tensors(self) -> dict[str, Tensor]:
-        return {**super().tensors(), "log_scale": self.log_scale}
 
     def map(self: F, change: OnTensor) -> F:
         return replace(self.rows(change), features=self.features.map(change))  # type: ignore[call-arg,attr-defined]
@@ -187,13 +221,11 @@ class Keys(Features):
         return in_use(self.b_kv, self.b_d).unflatten(1, (self.n_kv_heads, -1)).any(dim=2)
 
     def tensors(self) -> dict[str, Tensor]:
-        own = {"b_kv": self.b_kv, "b_d": self.b_d, "log_scale": self.log_scale}
-        return {**own, "keys": self.features.keys, "distance": self.features.distance}
+        return {**super().tensors(), "keys": self.keys, "distance": self.distance}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Keys":
-        own = {name: x for name, x in tensors.items() if name not in ("keys", "distance")}
         keys = VirtualKeys(tensors.get("keys", self.keys), tensors.get("distance", self.distance))
-        return replace(self, **own, features=keys)  # type: ignore[arg-type]
+        return replace(super().with_tensors(tensors), features=keys)
 
     def map(self, change: OnTensor) -> "Keys":
         return self.rows(change)
@@ -281,7 +313,7 @@ class Layer:
             of RWKV the inputs of its two shifts, side by side.
     """
 
-    parts: tuple[State, ...] = ()
+    parts: tuple[BiasPart, ...] = ()
     last: Mapping[str, Tensor] = field(default_factory=dict)
 
     @staticmethod
@@ -294,19 +326,20 @@ class Layer:
     @property
     def attention(self) -> Any:
         """The part of its attention: a :class:`State`, :class:`Features` or :class:`Keys`; None without."""
-        return next((part for part in self.parts if part.b_d is not None), None)
+        return next((part for part in self.parts if not isinstance(part, Recurrence)), None)
 
     @property
-    def state(self) -> State | None:
+    def state(self) -> Recurrence | None:
         """The part of its recurrence; None without."""
-        return next((part for part in self.parts if part.b_d is None), None)
+        return next((part for part in self.parts if isinstance(part, Recurrence)), None)
 
     def times(self, factor: float | Float[Tensor, " head"]) -> "Layer":
         """The layer with its parts times a number, or times one for each head: of attention, then of a recurrence."""
         if not isinstance(factor, Tensor):
             return self.each(lambda part: part.times(factor))
         n_attention = len(factor) - (0 if self.state is None else self.state.n_heads)
-        return self.each(lambda part: part.times(factor[n_attention:] if part.b_d is None else factor[:n_attention]))
+        of_attention, of_state = factor[:n_attention], factor[n_attention:]
+        return self.each(lambda part: part.times(of_state if isinstance(part, Recurrence) else of_attention))
 
     @staticmethod
     def joined(layers: Sequence["Layer"]) -> "Layer":
@@ -316,8 +349,8 @@ class Layer:
 
     def with_state_of(self, other: "Layer") -> "Layer":
         """The layer with the part of the recurrence that another has."""
-        states = tuple(part for part in other.parts if part.b_d is None)
-        return replace(self, parts=(*(part for part in self.parts if part.b_d is not None), *states))
+        own = (part for part in self.parts if not isinstance(part, Recurrence))
+        return replace(self, parts=(*own, *(part for part in other.parts if isinstance(part, Recurrence))))
 
     def with_last_of(self, other: "Layer", taken: Bool[Tensor, " head"], n_query_heads: int) -> "Layer":
         """The layer with the last rows of another where all heads that read them are taken from it."""
@@ -331,13 +364,13 @@ class Layer:
             last[name] = torch.where(here.to(rows.device), other.last[name].to(rows), rows)
         return replace(self, last=last)
 
-    def each(self, change: Callable[[Any], State]) -> "Layer":
+    def each(self, change: Callable[[Any], BiasPart]) -> "Layer":
         """The layer with ``change`` applied to every part."""
         return replace(self, parts=tuple(map(change, self.parts)))
 
     def of_attention(self, change: Callable[[Any], State]) -> "Layer":
         """The layer with ``change`` applied to the part of its attention, if it has one."""
-        return self.each(lambda part: part if part.b_d is None else change(part))
+        return self.each(lambda part: part if isinstance(part, Recurrence) else change(part))
 
     def map(self, change: OnTensor) -> "Layer":
         """The layer with ``change`` applied to every tensor."""
@@ -354,21 +387,13 @@ class Layer:
 
     def tensors(self) -> dict[str, Tensor]:
         """Those that have a row for each prompt by the names that :meth:`kvlens.KVBias.stacked` takes."""
-        found: dict[str, Tensor] = {}
-        for part in self.parts:
-            found |= {"state": part.b_kv} if part.b_d is None else part.tensors()
+        found = {name: x for part in self.parts for name, x in part.tensors().items()}
         return found | {name if name == "conv" else f"last_{name}": x for name, x in self.last.items()}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> "Layer":
         """The layer with tensors named as in :meth:`tensors`."""
-
-        def part_with(part: State) -> State:
-            if part.b_d is None:
-                return replace(part, b_kv=tensors.get("state", part.b_kv))
-            return part.with_tensors({name: x for name, x in tensors.items() if name in part.tensors()})
-
         last = {name: tensors.get(name if name == "conv" else f"last_{name}", x) for name, x in self.last.items()}
-        return Layer(tuple(map(part_with, self.parts)), last)
+        return Layer(tuple(part.with_tensors(tensors) for part in self.parts), last)
 
 
 def grouped_where_equal(n_kv_heads: int, *rows: Tensor) -> tuple[Tensor, ...]:

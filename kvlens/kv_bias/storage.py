@@ -25,13 +25,17 @@ from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
 from kvlens.kv_bias.features import features_from, in_use
 from kvlens.kv_bias.fields import COUNTS, Fingerprint
 from kvlens.kv_bias.fit import BiasFit, below
-from kvlens.kv_bias.layers import Features, Keys, Layer, State, padded
+from kvlens.kv_bias.layers import Features, Keys, Layer, Recurrence, State, padded
 
 B = TypeVar("B")
 TENSORS = ("b_KV", "b_D", *(f"last_{x}" for x in "kvq"))
 USED, DISTANCE = "used", "features.distance"
 RAGGED = {"b_KV": 1, "b_D": 0, "features.keys": 1, DISTANCE: 0}
 """The tensors that are packed, and how many axes follow the axis of the keys."""
+
+
+OF_RECURRENCE = {"state": "b_KV"}
+"""What a recurrent layer's tensor is called in a file, behind ``recurrent.``, where that is not its name in the layer."""
 
 
 def without_unused_keys(tensors: Mapping[str, Tensor], n_kv_heads: int) -> dict[str, Tensor]:
@@ -96,10 +100,9 @@ def stack_of(bias: Any) -> dict[str, Tensor]:
         heads = torch.arange(f.n_kv_heads)
         of_heads = [part.distance[:, heads.clamp(max=part.n_kv_heads - 1).to(part.distance.device)] for part in parts]
         found[DISTANCE] = torch.stack(of_heads)
-    recurrent = [layer for layer in bias.layers if layer.state is not None]
-    if recurrent:
-        found["recurrent.b_KV"] = padded([layer.state.b_kv for layer in recurrent])
-        found["recurrent.conv"] = padded([layer.last["conv"] for layer in recurrent])
+    recurrent = [{**layer.state.tensors(), "conv": layer.last["conv"]} for layer in bias.layers if layer.state is not None]
+    for name in recurrent[0] if recurrent else ():
+        found[f"recurrent.{OF_RECURRENCE.get(name, name)}"] = padded([tensors[name] for tensors in recurrent])
     shared = () if bias.kind in (None, "virtual_keys") else tuple(name for name in found if name.startswith("features."))
     return {name: x[:, 0] if bias.single and name not in shared else x for name, x in found.items()}
 
@@ -145,7 +148,7 @@ def layers_of(f: Fingerprint, kind: str | None, numbers: Sequence[int], tensors:
         last = {x: of(f"last_{x}", i, n_heads if x == "q" else n_kv_heads, d_head) for x in "kvq"}
         layers[layer] = Layer((part,), last)
     for i, layer in enumerate(numbers):
-        state = State(of("recurrent.b_KV", i), None)
+        state = Recurrence(of("recurrent.b_KV", i))
         layers[layer] = Layer((*layers[layer].parts, state), {**layers[layer].last, "conv": of("recurrent.conv", i)})
     return tuple(layers)
 

@@ -86,7 +86,7 @@ def attention_parts(model: KVModel) -> list[ScoredPart]:
 
 
 def recurrent_layers(model: KVModel) -> tuple[int, ...]:
-    """The layers that keep a state (:class:`kvlens.kv_bias.State`), in Falcon-H1 next to keys."""
+    """The layers that keep a state (:class:`kvlens.kv_bias.Recurrence`), in Falcon-H1 next to keys."""
     return tuple(part.layer for layer in model.layers() for part in layer.parts if part.keeps_state)
 
 

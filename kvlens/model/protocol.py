@@ -51,7 +51,7 @@ class Part:
         layer: the layer's number.
         name: what stands before the names of its hook points, behind the block's.
         component: what it adds to the residual stream comes out of here.
-        keeps_state: whether it keeps a state (:class:`kvlens.kv_bias.State`) instead of keys.
+        keeps_state: whether it keeps a state (:class:`kvlens.kv_bias.Recurrence`) instead of keys.
     """
 
     layer: int

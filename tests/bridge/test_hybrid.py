@@ -2,18 +2,21 @@
 
 import copy
 import json
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from bridge_models import N_PROMPT, N_TEXT, PROMPT, TEXT, some_tokens
-from kvlens.analyses.bias.exchange import baseline_of
+from kvlens.analyses.bias.exchange import HEAD_PART, HeadExchange, baseline_of, in_one_space
 from precision import LAW, relative_error
 from stacked_tensors import layers_with_state, with_stacked
 from tiny_hf import HYBRIDS, PURELY_RECURRENT, tiny_hf_model
+from torch import Tensor
 
 from kvlens import KVBias, KVLensError, KVTransformerBridge, combine, convert_prompt
 from kvlens.analyses import baseline_ablation
 from kvlens.files.tensors import checked_tensor_bytes, read_checked_tensors
+from kvlens.kv_bias import Recurrence
 from kvlens.kv_bias.storage import FORMAT, FORMAT_VERSION
 
 pytestmark = pytest.mark.usefixtures("without_gradients")
@@ -150,6 +153,51 @@ def test_a_head_of_a_state_beside_attention_is_selected_alone(bridge_of):
     assert not one.state.b_kv[:, 0].any() and not one.state.b_kv[:, 2:].any() and not one.attention.b_kv.any()
     attention = bias.select(heads=[(0, head) for head in range(first)]).layers[0]
     assert not attention.state.b_kv.any() and attention.attention.b_kv.any()
+
+
+@dataclass(frozen=True, eq=False)
+class TwoMatrices(Recurrence):
+    """What a layer of another kind might leave: a second matrix, which is a sum, too, and how often it forgot."""
+
+    second: Tensor
+    count: Tensor
+
+    SUMS = ("b_kv", "second")
+
+
+def test_what_another_kind_of_layer_leaves_is_carried_by_every_operation(bridge_of):
+    """Each of its tensors is treated as the state of the same head is, without a line elsewhere; the count is no sum."""
+    plain = [convert_prompt(bridge_of("falcon_h1"), tokens) for tokens in (PROMPT[0], some_tokens(N_PROMPT, seed=2))]
+
+    def with_two(bias):
+        def change(layer):
+            of = layer.state.b_kv
+            return replace(layer, parts=(layer.attention, TwoMatrices(of, 3 * of, of.flatten(2).sum(-1))))
+
+        return bias.map_layers(change)
+
+    def carried(of, count=True):
+        for name, factor in (("second", 3), ("count", None))[: 1 + count]:
+            state = of.stacked("state")
+            expected = state.flatten(-2).sum(-1) if factor is None else factor * state
+            assert relative_error(of.stacked(name), expected) < LAW
+        return of
+
+    a, b = map(with_two, plain)
+    head, heads = a.first_state_head(1) + 1, a.n_heads_of(1) - a.first_state_head(1)
+    carried(KVBias.batch([a, b]).select_prompts(torch.tensor([1, 0])).select_prompt(0))
+    carried(a.exchange_layers(b, torch.arange(a.n_layers)[None] % 2 == 0))
+    for of in (a + 0.5 * b, a.select(heads=[(1, head)]), a.exchange_heads(b, [(1, head)])):
+        carried(of, count=False)
+    chosen = HeadExchange(*in_one_space(a, b))
+    row = torch.zeros(1, len(chosen.parts), dtype=torch.bool)
+    row[0, chosen.of(1, head, [HEAD_PART])] = True
+    mixed = carried(chosen.biases(row)).layers[1].state
+    assert torch.equal(mixed.count[0, 1], b.layers[1].state.count[0, 1]) and heads > 1
+    assert torch.equal(mixed.count[0, 0], a.layers[1].state.count[0, 0])
+    assert not a.zero_like().stacked("second").any()
+    with pytest.raises(KVLensError, match="second of layer 0"):
+        a.map_layers(lambda layer: layer.with_tensors({"second": layer.state.second / 0})).check_finite("this")
 
 
 @pytest.mark.one_in(3)
