@@ -13,6 +13,7 @@
    unit that costs much when it goes, and little when it alone stays. Of more than `MOST_ORDERED` only the strongest
    are tried so, by what the response loses when these, or all others, are hidden from it.
 4. A word that falls by too little to be a claim, but is lost without all units, is one where a unit loses it alone.
+5. All units that have a word which is left without a source are removed together: what is said then, too, was not read there.
 """
 
 import itertools
@@ -185,7 +186,19 @@ class UnitSearch:
                 for unit in sorted(self.each):
                     self.add(number, self.each[unit], "each", [unit])
                 found.append(self._cause(number, losing, False))
+        self._remove_told()
         return found
+
+    def _remove_told(self) -> None:
+        """Remove all units that have a word without a source; see :attr:`Explaining.untold`."""
+        explaining, words = (
+            self.explaining,
+            frozenset(word for claim in self.explaining.words_without_source() for word in claim.words),
+        )
+        having = [unit for unit, own in enumerate(explaining.words_of_units) if not own.isdisjoint(words)]
+        if having and len(having) < len(self.everything) and explaining.room("words without a source", len(explaining.prompt)):
+            (explaining.untold,) = self.runs.without([having])
+            self.add(0, explaining.untold, "telling", having)
 
     def _loses(self, unit: int, claim: Claim, gap: Positions = "kept") -> bool:
         return self.explaining.of(claim, self.runs.without([[unit]], gap)[0]).name in GONE

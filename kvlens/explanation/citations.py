@@ -9,7 +9,8 @@
 - *follows*: without any unit it is not said, nor does it fall where the words before it are given, of which no claim has it: it
   follows from these (``9 + 4 = 13``). It is cited by the units that words before it in its sentence are cited by, and without
   which it is not said; by none if there are no such units.
-- *memory*: without any unit the model says it, too.
+- *memory*: without any unit the model says it, too; or units have it, none of them is its source, and the model says it without
+  all units that have this or another word without a source.
 - *unfound*: without any unit it is lost, and no unit or set of units that was tried loses it.
 """
 
@@ -181,9 +182,18 @@ def _without_source(
     if verdict not in GONE and before:
         return AccountedSpan(before[-1], i, i, SAID_BEFORE, sources[before[-1]])
     followed = [units for units in dict.fromkeys(cited) if len(units) == 1 and not _is_said_without(explaining, units[0], word)]
+    if not followed and verdict not in SAID and _is_said_untold(explaining, i):
+        return AccountedSpan(-1, i, i, SAID_ANYWAY)
     if verdict == NOT_REACHED:
         return AccountedSpan(-1, i, i, FOLLOWS, followed)
     return AccountedSpan(-1, i, i, SAID_ANYWAY if verdict in SAID else UNFOUND)
+
+
+def _is_said_untold(explaining: Explaining, i: int) -> bool:
+    """Whether a word that units have is said without all of these."""
+    word = claim_of(explaining.response, i, i + 1, 0.0, explaining.question)
+    untold = explaining.untold
+    return untold is not None and explaining.is_told(word) and explaining.of(word, untold).name in SAID
 
 
 def _is_said_without(explaining: Explaining, unit: int, word: Word) -> bool:

@@ -73,7 +73,7 @@ STATEMENT_COLUMNS = Columns(
         "``none``: no unit is left; ``group``: units removed together, where nothing changes; ``each``: one unit, layer or "
         "group of positions; ``together``: a set; ``breaking``: the set loses the claim "
         "(of units: with its gap kept and closed); ``only``: the set alone is kept; ``keeping``: it alone keeps the claim; "
-        "``switched``: units that somebody left out (``kvlens app``)",
+        "``telling``: all units that have a word without a source; ``switched``: units that somebody left out (``kvlens app``)",
     ),
     parts=("str", "the set: units or layers by number, heads such as ``23.4``, groups of ``positions``, joined by ``+``"),
     others=("bool", "everything but the set is exchanged"),

@@ -26,7 +26,7 @@ from kvlens.explanation.claims import (
     verdict,
 )
 from kvlens.explanation.runs import ExplanationProgress, Outcome, Runs
-from kvlens.texts import Response, Word
+from kvlens.texts import WORD, Response, Word
 from kvlens.units import Layout, Unit, positions_of
 
 SEPARATOR = "+"
@@ -115,6 +115,7 @@ class Explaining:
         response, cut_after: what the model answers, and where it is cut off, as `Findings`.
         log_p: the log-probability of each of its tokens, [pos].
         nothing: what it says without any unit.
+        untold: what it says without all units that have a word without a source; None where none has one, or all have.
         question: content words of what is in no unit.
         claims, is_whole: the response's claims, and whether that is the whole response as one.
     """
@@ -136,6 +137,7 @@ class Explaining:
     cut_after: int | None = field(init=False)
     log_p: Float[Tensor, " pos"] = field(init=False)
     nothing: Outcome = field(init=False)
+    untold: Outcome | None = None
     question: frozenset[str] = field(init=False)
     claims: list[Claim] = field(init=False)
     is_whole: bool = field(init=False)
@@ -197,15 +199,33 @@ class Explaining:
 
     def words_lost(self) -> list[Claim]:
         """Words in no claim that need an account, and are lost without all units; each as a claim."""
-        words, places = self.response.words, places_of_words(self.response)
-        free = [
+        return [word for word in self._words_in_none(self.claims) if self.of(word, self.nothing).name in GONE]
+
+    def words_without_source(self) -> list[Claim]:
+        """Words that need an account, not said without all units, and in no claim that fewer lose; each as a claim."""
+        sourced = {row.claim for row in self.rows if (row.about, row.role, row.gap) == ("units", "breaking", "kept")}
+        words = self._words_in_none([claim for number, claim in enumerate(self.claims) if number in sourced])
+        return [word for word in words if self.of(word, self.nothing).name not in SAID]
+
+    def _words_in_none(self, claims: Iterable[Claim]) -> list[Claim]:
+        """Words in none of some claims that need an account and are not the question's; each as a claim."""
+        words, places, claims = self.response.words, places_of_words(self.response), list(claims)
+        return [
             claim_of(self.response, i, i + 1, nats, self.question)
             for i, nats in enumerate(self.of_words(self.nothing.falls))
             if needs_account(words[i], self.response.text, *places[i])
             and normal(words[i].text) not in self.question
-            and not any(claim.start <= words[i].start < claim.stop for claim in self.claims)
+            and not any(claim.start <= words[i].start < claim.stop for claim in claims)
         ]
-        return [claim for claim in free if self.of(claim, self.nothing).name in GONE]
+
+    @cached_property
+    def words_of_units(self) -> list[frozenset[str]]:
+        """The words of each unit, as claims are compared."""
+        return [frozenset(map(normal, WORD.findall(unit.text))) for unit in self.units]
+
+    def is_told(self, word: Claim) -> bool:
+        """Whether a unit has a word of the response."""
+        return any(not words.isdisjoint(word.words) for words in self.words_of_units)
 
     def with_claim(self, claim: Claim) -> int:
         """The number of a claim that is added to the others."""

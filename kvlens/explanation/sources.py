@@ -18,7 +18,7 @@ from kvlens.explanation.citations import (
     MarkedRun,
     marked_runs,
 )
-from kvlens.explanation.claims import GONE, NEAR_TIES, PARTLY, SAME, normal
+from kvlens.explanation.claims import GONE, NEAR_TIES, PARTLY, SAID, SAME, normal
 from kvlens.explanation.explained import Findings
 from kvlens.explanation.explaining import SEPARATOR
 from kvlens.explanation.presentation import LONGEST_UNIT, listed, quoted, some_named, unit_named
@@ -125,13 +125,7 @@ def _without_sources(found: Findings) -> Iterator[SourceLine]:
     rows = tuple(map(int, found.rows("units", "none").index))
     account = found.citations["account"]
     yield from _following(found, rows)
-    if (anyway := account == SAID_ANYWAY).any():
-        verdicts = set(found.citations.loc[anyway, "verdict"])
-        text = f"Said without any part of the prompt, too: {some_named(_phrases(found, anyway))}."
-        if verdicts <= {SAME, NEAR_TIES}:
-            ties = ", but for near ties" if NEAR_TIES in verdicts else ""
-            text = f"Without any part of the prompt, the model gives the same answer{ties}."
-        yield SourceLine("memory", text + _in_parts(found, anyway), rows)
+    yield from _of_memory(found, rows)
     if of_words := _phrases(found, (account == FOLLOWS) & (found.citations["unit"] < 0)):
         text = f"Not said without any part of the prompt, but behind the words before, {_do_not_fall(of_words)}."
         yield SourceLine(FOLLOWS, text, rows)
@@ -143,6 +137,24 @@ def _without_sources(found: Findings) -> Iterator[SourceLine]:
     for whose, chosen in (("the question", in_question), ("what else is never removed", ~in_question)):
         if asked := _phrases(found, (account == IN_QUESTION) & chosen):
             yield SourceLine("", f"Words of {whose} have no mark: {some_named(asked)}.", ())
+
+
+def _of_memory(found: Findings, of_nothing: tuple[int, ...]) -> Iterator[SourceLine]:
+    """The line on words that are said without any part, or without all parts that have them."""
+    of_memory, said = found.citations["account"] == SAID_ANYWAY, found.citations["verdict"].isin(SAID)
+    told, rows, texts = of_memory & ~said, of_nothing, []
+    if (anyway := of_memory & said).any():
+        verdicts = set(found.citations.loc[anyway, "verdict"])
+        text = f"Said without any part of the prompt, too: {some_named(_phrases(found, anyway))}."
+        if verdicts <= {SAME, NEAR_TIES}:
+            ties = ", but for near ties" if NEAR_TIES in verdicts else ""
+            text = f"Without any part of the prompt, the model gives the same answer{ties}."
+        texts.append(text + _in_parts(found, anyway))
+    if told.any():
+        words, rows = _phrases(found, told), (*rows, *map(int, found.rows("units", "telling").index))
+        texts.append(f"Said without all parts that have {'it' if len(set(words)) == 1 else 'them'}, too: {some_named(words)}.")
+    if texts:
+        yield SourceLine("memory", " ".join(texts), rows)
 
 
 def _in_parts(found: Findings, chosen: pd.Series) -> str:

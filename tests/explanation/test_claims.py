@@ -292,7 +292,8 @@ def test_a_fact_that_stands_twice_is_found_where_neither_sentence_changes_anythi
 def test_a_budget_may_have_no_room_for_single_units(model, screened):
     n = len(model.to_tokens(ONCE)[0]) + len(model.to_tokens(QUESTION, prepend_bos=False)[0])
     found = kvlens.explain(model, ONCE, QUESTION, depth="units", budget=3 * n)
-    assert found.left_out == ("the weakest parts one by one", "sets of units") and not found.units["alone"].any()
+    left_out = ("the weakest parts one by one", "sets of units", "words without a source")
+    assert found.left_out == left_out and not found.units["alone"].any()
     assert found.units["verdict"][2] == "unknown" and found.cause == ()
     assert "Not removed, as the budget had no room for it: sentences 3 and 4." in str(found)
     (of_the_claim,) = _data(found)["claims"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 
 from kvlens.explanation.claims import GONE, NOT_REACHED, SAID, claim_of, is_content, normal, verdict
-from kvlens.texts import Response
+from kvlens.texts import WORD, Response
 
 FIRM, MOST_TOKENS = math.log(4), 32
 _GONE: dict[int, Tensor] = {}
@@ -212,17 +212,34 @@ ACCOUNTED = {
 """The verdicts that the run behind a mark may have on its words; words of the question rest on no run."""
 
 
+def is_untold(citation: Any) -> bool:
+    """Whether words are from memory as they are said without all units that have them."""
+    return bool(citation["account"] == "memory" and citation["verdict"] not in SAID)
+
+
+def words_of(text: str) -> set[str]:
+    """The words of a text, as claims are compared."""
+    return set(map(normal, WORD.findall(text)))
+
+
 def runs_of_citations(found: Any) -> Iterator[tuple[int, int]]:
     """The runs behind the marks of an answer: (number of the statement, number of the citation).
 
     A source rests on the run without it, once with its gap kept, and once with it closed; so do sources together. Everything
-    else rests on the run without any unit.
+    else rests on the run without any unit, but for words from memory that are lost there, which are said without all units
+    that have them.
     """
     (nothing, *_) = found.statements.query("about == 'units' and role == 'none'").index
+    telling = found.statements.query("about == 'units' and role == 'telling'")
     own = found.citations
     for number, row in own[own["account"].isin(ACCOUNTED)].iterrows():
         if row["account"] not in ("source", "together"):
-            yield int(nothing), int(number)
+            if not is_untold(row):
+                yield int(nothing), int(number)
+                continue
+            having = {unit.unit for unit in found.units.itertuples() if normal(row["text"]) in words_of(unit.unit_text)}
+            assert having and having <= set(map(int, telling["parts"].item().split("+"))), f"{row['text']!r} is told"
+            yield int(telling.index.item()), int(number)
             continue
         units = {row["unit"]} if row["account"] == "source" else set(own.loc[own["claim"] == row["claim"], "unit"])
         rows = found.statements.query("about == 'units' and role == 'breaking' and claim == @row.claim")
@@ -249,7 +266,8 @@ def citations_again(model: Any, plain: Plain, found: Any, ends: Any) -> tuple[in
             here = found.words[(found.words["start"] >= cited.response_start) & (found.words["stop"] <= cited.response_stop)]
             claim = claim_of(response, int(here["word"].min()), int(here["word"].max()) + 1, 0.0, always)
             judged = verdict(claim, run.falls, run.differs, run.firm, text)
-            own = row["gap"] == "kept" and cited.account != "repeated"  # whose numbers are those of the claim before it
+            # numbers of what is repeated are those of the claim before it, of what nobody told those without any unit
+            own = row["gap"] == "kept" and cited.account != "repeated" and not is_untold(cited)
             differs = own and abs(judged.fall - cited.nats) > 0.01
             if differs or judged.name not in ACCOUNTED[cited.account]:
                 false.append((statement, number, judged.name, judged.fall))

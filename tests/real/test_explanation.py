@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from plain_transformers import Plain, again, citations_again
+from plain_transformers import Plain, again, citations_again, is_untold
 
 import kvlens
 from kvlens import Chat, explain
@@ -137,6 +137,20 @@ def test_two_documents_that_say_the_same_are_cited_together(smollm2, plain):
     assert found.marked == "The office is in Rotterdam [1+2]." and found.cause == (0, 1)
     n, false = citations_again(smollm2, plain, found, ending(smollm2, found))
     assert n and false == []
+
+
+@pytest.mark.slow
+def test_words_that_are_said_without_all_parts_that_have_them_are_from_memory_in_plain_transformers(smollm2, plain):
+    texts = {
+        "Home computer": "Home computers entered the market in 1977 and became common during the 1980s. "
+        "They were used for games.",
+        "Dragon Boat Festival": "The Dragon Boat Festival is a holiday in China. It is also called Duanwu Festival.",
+    }
+    found = explain(smollm2, Chat.ask("When did the computer become common in homes?", texts), depth="units")
+    told = found.citations[found.citations.apply(is_untold, axis=1)]
+    assert told["text"].tolist() == ["became"] and "Said without all parts that have it, too: 'became'." in str(found)
+    n, false = citations_again(smollm2, plain, found, ending(smollm2, found))
+    assert n >= len(told) and false == []
 
 
 @pytest.mark.slow
