@@ -198,7 +198,8 @@ class UnitSearch:
         having = [unit for unit, own in enumerate(explaining.words_of_units) if not own.isdisjoint(words)]
         if having and len(having) < len(self.everything) and explaining.room("words without a source", len(explaining.prompt)):
             (explaining.untold,) = self.runs.without([having])
-            self.add(0, explaining.untold, "telling", having)
+            for number in range(len(explaining.claims)):
+                self.add(number, explaining.untold, "telling", having)
 
     def _loses(self, unit: int, claim: Claim, gap: Positions = "kept") -> bool:
         return self.explaining.of(claim, self.runs.without([[unit]], gap)[0]).name in GONE

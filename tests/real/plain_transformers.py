@@ -230,7 +230,7 @@ def runs_of_citations(found: Any) -> Iterator[tuple[int, int]]:
     that have them.
     """
     (nothing, *_) = found.statements.query("about == 'units' and role == 'none'").index
-    telling = found.statements.query("about == 'units' and role == 'telling'")
+    telling = found.statements.query("about == 'units' and role == 'telling' and claim == 0")
     own = found.citations
     for number, row in own[own["account"].isin(ACCOUNTED)].iterrows():
         if row["account"] not in ("source", "together"):

@@ -148,6 +148,8 @@ def test_words_that_are_said_without_all_parts_that_have_them_are_from_memory_in
     }
     found = explain(smollm2, Chat.ask("When did the computer become common in homes?", texts), depth="units")
     told = found.citations[found.citations.apply(is_untold, axis=1)]
+    (line,) = [line for line in sources_in_words(found) if line.mark == "memory"]
+    assert {"none", "telling"} == set(found.statements.loc[list(line.rows), "role"])
     assert told["text"].tolist() == ["became"] and "Said without all parts that have it, too: 'became'." in str(found)
     n, false = citations_again(smollm2, plain, found, ending(smollm2, found))
     assert n >= len(told) and false == []
