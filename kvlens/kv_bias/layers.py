@@ -35,8 +35,8 @@ OnTensor = Callable[[Tensor], Tensor]
 class BiasPart:
     """What one mechanism of a layer leaves.
 
-    A subclass is a dataclass of tensors [batch, head, ...]. All of them are selected, joined, exchanged and checked by prompt
-    and head; those in `SUMS` are multiplied and added, where the others remain as they are in the first part of a sum.
+    A subclass is a dataclass of tensors [batch, head, ...]. All of them are joined, checked, and selected and exchanged by
+    prompt; those in `SUMS` are multiplied, added, and selected by head, while the others stay as in the first part of a sum.
 
     Attributes:
         b_kv: the sum that is read.

@@ -34,10 +34,6 @@ RAGGED = {"b_KV": 1, "b_D": 0, "features.keys": 1, DISTANCE: 0}
 """The tensors that are packed, and how many axes follow the axis of the keys."""
 
 
-OF_RECURRENCE = {"state": "b_KV"}
-"""What a recurrent layer's tensor is called in a file, behind ``recurrent.``, where that is not its name in the layer."""
-
-
 def without_unused_keys(tensors: Mapping[str, Tensor], n_kv_heads: int) -> dict[str, Tensor]:
     """The tensors of a bias without unused virtual keys; unchanged if every key is used."""
     used = in_use(tensors["b_KV"], tensors["b_D"]).unflatten(-2, (n_kv_heads, -1)).any(dim=-2)
@@ -100,9 +96,12 @@ def stack_of(bias: Any) -> dict[str, Tensor]:
         heads = torch.arange(f.n_kv_heads)
         of_heads = [part.distance[:, heads.clamp(max=part.n_kv_heads - 1).to(part.distance.device)] for part in parts]
         found[DISTANCE] = torch.stack(of_heads)
-    recurrent = [{**layer.state.tensors(), "conv": layer.last["conv"]} for layer in bias.layers if layer.state is not None]
-    for name in recurrent[0] if recurrent else ():
-        found[f"recurrent.{OF_RECURRENCE.get(name, name)}"] = padded([tensors[name] for tensors in recurrent])
+    recurrent = [layer for layer in bias.layers if layer.state is not None]
+    if others := sorted({name for layer in recurrent for name in layer.state.tensors()} - {"state"}):
+        raise KVLensError(f"KVBias.save: a file has no names yet for {', '.join(others)} of recurrent layers")
+    if recurrent:
+        found["recurrent.b_KV"] = padded([layer.state.b_kv for layer in recurrent])
+        found["recurrent.conv"] = padded([layer.last["conv"] for layer in recurrent])
     shared = () if bias.kind in (None, "virtual_keys") else tuple(name for name in found if name.startswith("features."))
     return {name: x[:, 0] if bias.single and name not in shared else x for name, x in found.items()}
 
@@ -155,7 +154,8 @@ def layers_of(f: Fingerprint, kind: str | None, numbers: Sequence[int], tensors:
 
 FORMAT_VERSION = 6
 """It rises where a field is added that every bias has, or one is gone: older files are then refused, and say how to get newer
-ones. An optional field leaves older files readable, and a version of kvlens that does not know it refuses the newer ones."""
+ones. An optional field leaves older files readable, and a version of kvlens that does not know it refuses the newer ones, but
+reads a record of a fit without it."""
 FORMAT = "kvlens.KVBias"
 
 

@@ -165,8 +165,8 @@ class TwoMatrices(Recurrence):
     SUMS = ("b_kv", "second")
 
 
-def test_what_another_kind_of_layer_leaves_is_carried_by_every_operation(bridge_of):
-    """Each of its tensors is treated as the state of the same head is, without a line elsewhere; the count is no sum."""
+def test_what_another_kind_of_layer_leaves_is_carried_by_every_operation(bridge_of, tmp_path):
+    """Its second matrix is treated as the state is; the count, which is no sum, is as in the first of biases that are added."""
     plain = [convert_prompt(bridge_of("falcon_h1"), tokens) for tokens in (PROMPT[0], some_tokens(N_PROMPT, seed=2))]
 
     def with_two(bias):
@@ -196,6 +196,8 @@ def test_what_another_kind_of_layer_leaves_is_carried_by_every_operation(bridge_
     assert torch.equal(mixed.count[0, 1], b.layers[1].state.count[0, 1]) and heads > 1
     assert torch.equal(mixed.count[0, 0], a.layers[1].state.count[0, 0])
     assert not a.zero_like().stacked("second").any()
+    with pytest.raises(KVLensError, match="count, second of recurrent layers"):
+        a.save(tmp_path / "bias.safetensors")
     with pytest.raises(KVLensError, match="second of layer 0"):
         a.map_layers(lambda layer: layer.with_tensors({"second": layer.state.second / 0})).check_finite("this")
 
