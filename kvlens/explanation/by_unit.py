@@ -191,10 +191,8 @@ class UnitSearch:
 
     def _remove_told(self) -> None:
         """Remove all units that have a word without a source; see :attr:`Explaining.untold`."""
-        explaining, words = (
-            self.explaining,
-            frozenset(word for claim in self.explaining.words_without_source() for word in claim.words),
-        )
+        explaining = self.explaining
+        words = frozenset(word for claim in explaining.words_without_source() for word in claim.words)
         having = [unit for unit, own in enumerate(explaining.words_of_units) if not own.isdisjoint(words)]
         if having and len(having) < len(self.everything) and explaining.room("words without a source", len(explaining.prompt)):
             (explaining.untold,) = self.runs.without([having])

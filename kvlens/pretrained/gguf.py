@@ -137,22 +137,21 @@ def _read_once() -> Iterator[None]:
     of tensors' names once, not for every module: a small model takes a third of the seconds."""
     package: Any = importlib.import_module("gguf")
     theirs: Any = modeling_gguf_pytorch_utils
-    their_reader: Any = package.GGUFReader
-    before = their_reader, package.get_tensor_name_map, theirs._gguf_parse_value
-    values: dict[int, tuple[Any, Any]] = {}
+    before = package.GGUFReader, package.get_tensor_name_map, theirs._gguf_parse_value
+    values: dict[int, tuple[object, object]] = {}
 
-    class PlainArrays(their_reader):
+    class PlainArrays(package.GGUFReader):
         """Holds a plain array of the file's bytes: numpy takes several times as long for a part of a memmap."""
 
         @property
-        def data(self) -> Any:
+        def data(self) -> object:
             return self._data
 
         @data.setter
-        def data(self, mapped: Any) -> None:
+        def data(self, mapped: object) -> None:
             self._data = np.asarray(mapped)
 
-    def parsed(stored: Any, kind: Any) -> Any:
+    def parsed(stored: object, kind: object) -> object:
         if id(stored) not in values:
             values[id(stored)] = stored, before[2](stored, kind)  # which is held, so that its id stays its own
         return values[id(stored)][1]
