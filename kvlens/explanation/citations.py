@@ -22,9 +22,9 @@ import pandas as pd
 
 from kvlens.analyses.declaration import Columns
 from kvlens.arguments import Span
-from kvlens.explanation.claims import GONE, NOT_REACHED, SAID, claim_of, needs_account, normal, places_of_words
+from kvlens.explanation.claims import GONE, NOT_REACHED, SAID, claim_of, needs_account, normal, places_of_words, words_in
 from kvlens.explanation.explaining import DocumentSpan, Explaining
-from kvlens.texts import WORD, Word
+from kvlens.texts import Word
 from kvlens.units import Layout, Unit, spans_of
 
 ACCOUNTS = ("source", "together", "repeated", "follows", "memory", "question", "unfound")
@@ -201,7 +201,7 @@ def _is_said_without(explaining: Explaining, unit: int, word: Word) -> bool:
     texts = [row.says or "" for row in explaining.rows if (row.role, row.parts) == ("breaking", str(unit))]
     if word.language == "zh":  # another text may have it in other tokens
         return any(word.text in text for text in texts)
-    return any(normal(word.text) in map(normal, WORD.findall(text)) for text in texts)
+    return any(normal(word.text) in words_in(text) for text in texts)
 
 
 def _without_any(explaining: Explaining, first: int, last: int) -> FallOfWords:

@@ -35,7 +35,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from kvlens.arguments import Span
-from kvlens.texts import FUNCTION_WORDS, Response, Word
+from kvlens.texts import FUNCTION_WORDS, WORD, Response, Word
 from kvlens.units import NEVER_LAST
 
 DEPENDS = 2.0
@@ -68,6 +68,11 @@ def normal(word: str) -> str:
     """A word without case, accents and a possessive ending, for comparisons; every dash is a hyphen."""
     plain = "".join(c for c in unicodedata.normalize("NFKD", word.casefold()) if not unicodedata.combining(c))
     return plain.translate(ALIKE).removesuffix("'s")
+
+
+def words_in(text: str) -> frozenset[str]:
+    """The words of a text, as :func:`normal` writes them."""
+    return frozenset(map(normal, WORD.findall(text)))
 
 
 def is_content(word: Word) -> bool:

@@ -24,9 +24,10 @@ from kvlens.explanation.claims import (
     normal,
     places_of_words,
     verdict,
+    words_in,
 )
 from kvlens.explanation.runs import ExplanationProgress, Outcome, Runs
-from kvlens.texts import WORD, Response, Word
+from kvlens.texts import Response, Word
 from kvlens.units import Layout, Unit, positions_of
 
 SEPARATOR = "+"
@@ -221,7 +222,7 @@ class Explaining:
     @cached_property
     def words_of_units(self) -> list[frozenset[str]]:
         """The words of each unit, as claims are compared."""
-        return [frozenset(map(normal, WORD.findall(unit.text))) for unit in self.units]
+        return [words_in(unit.text) for unit in self.units]
 
     def is_told(self, word: Claim) -> bool:
         """Whether a unit has a word of the response."""

@@ -18,7 +18,7 @@ from kvlens.explanation.citations import (
     MarkedRun,
     marked_runs,
 )
-from kvlens.explanation.claims import GONE, NEAR_TIES, PARTLY, SAID, SAME, normal
+from kvlens.explanation.claims import GONE, NEAR_TIES, PARTLY, SAID, SAME, normal, words_in
 from kvlens.explanation.explained import Findings
 from kvlens.explanation.explaining import SEPARATOR
 from kvlens.explanation.presentation import LONGEST_UNIT, listed, quoted, some_named, unit_named
@@ -132,8 +132,8 @@ def _without_sources(found: Findings) -> Iterator[SourceLine]:
     if unfound := _phrases(found, account == UNFOUND):
         text = f"Lost without all parts of the prompt, and no part was found that loses it: {some_named(unfound)}."
         yield SourceLine("?", text, rows)
-    question = {normal(word) for word in WORD.findall(found.question)}
-    in_question = found.citations["text"].map(lambda text: question.issuperset(map(normal, WORD.findall(text))))
+    question = words_in(found.question)
+    in_question = found.citations["text"].map(lambda text: words_in(text) <= question)
     for whose, chosen in (("the question", in_question), ("what else is never removed", ~in_question)):
         if asked := _phrases(found, (account == IN_QUESTION) & chosen):
             yield SourceLine("", f"Words of {whose} have no mark: {some_named(asked)}.", ())
@@ -161,7 +161,7 @@ def _in_parts(found: Findings, chosen: pd.Series) -> str:
     """Which of some words stand in a part of the prompt as well; where none does, the parts say something else, or nothing."""
     chosen = chosen & (found.citations["text"].map(normal) != "no")
     parts, n = " ".join(found.units["unit_text"]), found.citations.loc[chosen, "text"].map(normal).nunique()
-    known = set(map(normal, WORD.findall(parts)))
+    known = words_in(parts)
     stands = found.citations["text"].map(lambda text: normal(text) in known or (len(WORD.findall(text)) > 1 and text in parts))
     these = "this word" if n == 1 else "these words"
     if not (chosen & stands).any():

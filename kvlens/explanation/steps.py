@@ -19,7 +19,7 @@ from kvlens.checks import Count, checked
 from kvlens.errors import brief
 from kvlens.explanation.by_unit import UnitSearch
 from kvlens.explanation.citations import documents_of
-from kvlens.explanation.claims import DEPENDS, is_content, normal
+from kvlens.explanation.claims import DEPENDS, is_content, normal, words_in
 from kvlens.explanation.exchanges import MOST_LAYERS, exchange_layers, exchange_positions, places_of
 from kvlens.explanation.explained import STATEMENT_COLUMNS, found_by
 from kvlens.explanation.explaining import SEPARATOR, Explaining, ReadPrompt
@@ -28,7 +28,7 @@ from kvlens.explanation.presentation import answered, listed, quoted
 from kvlens.explanation.runs import MORE_TOKENS, PASS, Outcome
 from kvlens.explanation.view import Explained
 from kvlens.terminal import progress_bar
-from kvlens.texts import WORD, Response
+from kvlens.texts import Response
 from kvlens.units import By, Layout, Unit, begins_with_bos, cut, pieces_of_tokens, units_of_names
 
 LONGEST_ASKED = 100
@@ -299,7 +299,7 @@ class Steps(Explaining):
 
     def _with_names_in(self, response: Response) -> ReadPrompt:
         """The prompt with a unit for each document's name that has a content word of the response and not of the question."""
-        asked = set(map(normal, WORD.findall(self.read.question)))
+        asked = words_in(self.read.question)
         said = {normal(word.text) for word in response.words if is_content(word)} - asked
         held = [word.start for word in self.prompt_words if normal(word.text) in said]
         names = [name for name in self.read.names if any(name.start <= start < name.stop for start in held)]

@@ -60,13 +60,15 @@ class BiasPart:
 
     def tensors(self) -> dict[str, Tensor]:
         """Those that have a row for each prompt, by the names that :meth:`kvlens.KVBias.stacked` takes."""
-        every = ((self.NAMES.get(field.name, field.name), getattr(self, field.name)) for field in fields(self))
-        return {name: x for name, x in every if isinstance(x, Tensor)}
+        return {name: x for name, field in self._fields().items() if isinstance(x := getattr(self, field), Tensor)}
 
     def with_tensors(self: P, tensors: Mapping[str, Tensor]) -> P:
         """The part with those of its tensors that are given, named as in :meth:`tensors`."""
-        names = {field.name: self.NAMES.get(field.name, field.name) for field in fields(self)}
-        return replace(self, **{name: tensors[called] for name, called in names.items() if called in tensors})
+        return replace(self, **{field: tensors[name] for name, field in self._fields().items() if name in tensors})
+
+    def _fields(self) -> dict[str, str]:
+        """The fields by what they are called among the tensors of a layer."""
+        return {self.NAMES.get(field.name, field.name): field.name for field in fields(self)}
 
     def rows(self: P, change: OnTensor) -> P:
         """The part with ``change`` applied to every tensor that has a row for each prompt."""

@@ -275,7 +275,6 @@ def by_hand(lost, says="Italy sells."):
         rows=rows,
         nothing=None,
         untold=None,
-        is_whole=False,
         of=lambda claim, now: Verdict(WITHOUT.get(claim.words[0], LOST), 0.5),
         read=SimpleNamespace(unit_places=[DocumentSpan("a.txt", 10 * i, 10 * i + 5) for i in range(4)]),
     )
@@ -284,10 +283,8 @@ def by_hand(lost, says="Italy sells."):
 def test_a_word_that_units_have_is_from_memory_if_it_is_said_without_them_and_without_a_source():
     lost = [(0, "3", LOST, 4.0), (2, "0+2", LOST, 6.0)]
     found = by_hand(lost)
-    found.untold, found.of = (
-        "untold",
-        lambda claim, now: Verdict(SAME if now == "untold" else WITHOUT.get(claim.words[0], LOST), 0.5),
-    )
+    found.untold = "untold"
+    found.of = lambda claim, now: Verdict(SAME if now == "untold" else WITHOUT.get(claim.words[0], LOST), 0.5)
     accounts = {}
     for told in ("paris", "italy", "sells"):
         found.is_told = lambda word, told=told: told in word.words

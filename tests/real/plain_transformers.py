@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface, DynamicCache
 
-from kvlens.explanation.claims import GONE, NOT_REACHED, SAID, claim_of, is_content, normal, verdict
-from kvlens.texts import WORD, Response
+from kvlens.explanation.claims import GONE, NOT_REACHED, SAID, claim_of, is_content, normal, verdict, words_in
+from kvlens.texts import Response
 
 FIRM, MOST_TOKENS = math.log(4), 32
 _GONE: dict[int, Tensor] = {}
@@ -217,11 +217,6 @@ def is_untold(citation: Any) -> bool:
     return bool(citation["account"] == "memory" and citation["verdict"] not in SAID)
 
 
-def words_of(text: str) -> set[str]:
-    """The words of a text, as claims are compared."""
-    return set(map(normal, WORD.findall(text)))
-
-
 def runs_of_citations(found: Any) -> Iterator[tuple[int, int]]:
     """The runs behind the marks of an answer: (number of the statement, number of the citation).
 
@@ -237,7 +232,7 @@ def runs_of_citations(found: Any) -> Iterator[tuple[int, int]]:
             if not is_untold(row):
                 yield int(nothing), int(number)
                 continue
-            having = {unit.unit for unit in found.units.itertuples() if normal(row["text"]) in words_of(unit.unit_text)}
+            having = {unit.unit for unit in found.units.itertuples() if normal(row["text"]) in words_in(unit.unit_text)}
             assert having and having <= set(map(int, telling["parts"].item().split("+"))), f"{row['text']!r} is told"
             yield int(telling.index.item()), int(number)
             continue
